@@ -14,7 +14,7 @@
 #include <pthread.h>
 #include <string.h>
 
-enum { STEPS = 8 };                     /* number of different padded lengths between a length and its double */
+enum { STEPS = 8 };                     /* number of different padded lengths between a length and twice this length */
 
 typedef struct slot {
     ps_batch batch;
@@ -31,8 +31,8 @@ struct ps_batches {
     ps_batches_config c;
     ps_rows_config rows_config;         /* the settings; its lists are copies that this struct owns */
     ps_examples *examples;              /* retained */
-    int64_t global_batch;               /* rows of a batch on all ranks */
-    int64_t step;                       /* rows of a step on all ranks */
+    int64_t global_batch;               /* number of rows of a batch on all ranks together */
+    int64_t step;                       /* number of rows of a step on all ranks together */
     slot *ring;                         /* [ahead + 1] */
     pthread_mutex_t lock;
     pthread_cond_t ready;               /* signalled when a slot or an epoch's rows are made, or when making them
@@ -48,9 +48,9 @@ struct ps_batches {
     uint32_t generation;                /* number of calls of ps_batches_seek; a batch that was begun before such a call
                                          * is discarded */
     place making;                       /* position of the batch that the thread will make next */
-    ps_rows *rows;                      /* rows of epoch `epoch`, retained */
+    ps_rows *rows;                      /* the rows of epoch `epoch`, retained */
     int64_t epoch;
-    int64_t arranging;                  /* epoch whose rows the thread is making, or -1 */
+    int64_t arranging;                  /* the epoch whose rows the thread is making, or -1 */
     ps_error_kept failed;               /* error of the batch at `making`; returning it to the caller clears it */
 };
 

@@ -19,8 +19,8 @@ struct ps_examples {
     int64_t *starts;                    /* [room + 1] number of tokens before each example */
     float *weights;                     /* [room] weight of each example */
     const uint8_t *records;             /* the tokens' records, of type uint32_t or example_wide */
-    /* Only scattered examples (scatter.c) use the following five lines. Then `starts` and `records` are NULL. at:
-     * [count] each example's records, or NULL if the example has not been put yet. */
+    /* Scattered examples (scatter.c) use the fields from `at` to `pool_nbytes`. Their `starts` and `records` are NULL.
+     * at: [count] each example's records, or NULL if the example has not been put yet. */
     const uint8_t **at;
     int64_t *lengths;                   /* [count] number of tokens of each example */
     uint8_t **pools;                    /* [n_pools] memory of the records; a pool never moves */
@@ -30,7 +30,7 @@ struct ps_examples {
     int64_t memory_room;
     uint8_t *block;                     /* [BLOCK] the records that are not yet in the file or in `memory` */
     int64_t in_block, stored;           /* size in bytes of the records in `block`, and of those before `block` */
-    uint64_t hash, key[2];              /* hash: hash of the complete blocks */
+    uint64_t hash, key[2];              /* hash: hash of the blocks that are complete */
     ps_tempfile file;
     ps_map map;
 };
@@ -50,7 +50,7 @@ static inline int64_t example_length(const ps_examples *e, int64_t i)
 {
     return e->at ? e->lengths[i] : e->starts[i + 1] - e->starts[i];
 }
-/* Returns the records of example i. */
+/* Returns the records of example i's tokens. */
 static inline const uint8_t *example_records(const ps_examples *e, int64_t i)
 {
     return e->at ? e->at[i] : e->records + e->starts[i] * record_nbytes(e);

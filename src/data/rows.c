@@ -61,7 +61,7 @@ static void begin_pass(const ps_rows_config *c, source *s, int k)
     s->next = 0;
 }
 
-/* Returns the index of the source from which the next example is taken, or -1 if the epoch ends. */
+/* Returns the index of the source of the next example, or -1 at the end of the epoch. */
 static int due(const ps_rows_config *c, const source *s, const int64_t *taken)
 {
     int best = -1;
@@ -183,8 +183,8 @@ static void stack_push(bins *b, int32_t i)
     b->there[left / 64] |= (uint64_t)1 << left % 64;
 }
 
-/* Removes and returns a bin that has at least n tokens of free room, and as little more as possible. Returns -1 if
- * there is none. */
+/* Removes and returns a bin that has room for n more tokens, or returns -1 if there is none. It is one of the bins with
+ * the least room among these. */
 static int32_t stack_pop(bins *b, int64_t n)
 {
     int64_t word = n / 64, words = b->seq / 64 + 1;

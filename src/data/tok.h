@@ -89,7 +89,7 @@ typedef struct tok_merges {
     uint32_t slots;
     bool ordered;               /* true if no merge makes a pair with a lower rank than its own */
     bool by_token;              /* two tokens merge if together they are a token; its id is the rank (tiktoken) */
-    int32_t *token_rank;        /* if by_token: rank of each token by its score; NULL if the id is the rank */
+    int32_t *token_rank;        /* if by_token: each token's rank by its score; NULL if the rank is the id */
 } tok_merges;
 int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
                    const uint8_t *b, size_t nb);
@@ -206,8 +206,9 @@ struct ps_tok {
     int prefix_space, byte_level, whole_words, trim_offsets, keep_first, clean_text, chinese, strip_accents, lower_case;
     /* Settings of a BPE whose tokens spell characters. byte_fallback: a character without a token is spelled by the
      * tokens <0xXX> of its bytes. fuse_unk: adjacent characters without tokens become one unknown token. strip_first:
-     * decoding removes one blank from the beginning. metaspace: 0, or blanks become U+2581; then a U+2581 is also put
-     * before each section of a text (1), only before the text's beginning (2) or nowhere (3). */
+     * decoding removes one blank from the beginning. metaspace: if it is not 0, blanks become U+2581. If it is 1, a
+     * U+2581 is also put before each section of a text. If it is 2, a U+2581 is also put before the text's beginning.
+     * If it is 3, no other U+2581 is put. */
     int byte_fallback, fuse_unk, strip_first, metaspace;
     /* True if no word that the patterns find contains a line end between ASCII characters that are not blanks. */
     int cuts;
@@ -226,11 +227,11 @@ struct ps_tok {
     /* Number of added tokens that are searched in the original text (0) and in normalized text (1). */
     int n_kind[2];
     bool starts[256];           /* true for the first bytes of added tokens */
-    int32_t byte_id[256];       /* the token of each byte, or -1; byte_level: its letter, byte_fallback: <0xXX> */
+    int32_t byte_id[256];       /* each byte's token, or -1: its letter (byte_level) or <0xXX> (byte_fallback) */
     struct { uint8_t s[2], n; } letter[256];    /* for byte_level: how each byte is spelled */
     tok_bytes raw;              /* for byte_level: the bytes that each token represents */
     tok_entry *raw_entry;       /* [vocab.count] the range in `raw` of each token */
     tok_state state;            /* state for the calling thread */
 };
-void tok_retain(ps_tok *tok);        /* adds an owner; each owner calls ps_tok_free */
+void tok_retain(ps_tok *tok);        /* adds an owner; each owner must call ps_tok_free */
 #endif

@@ -29,7 +29,7 @@ int tok_regex_new(const char *pattern, size_t n, tok_regex **out)
         return ps_fail(code == PCRE2_ERROR_NOMEMORY ? PS_ENOMEM : PS_EFORMAT, "the pattern '%s': character %zu: %s",
                        tok_shown((const uint8_t *)pattern, n, shown), (size_t)at, (char *)why);
     }
-    r->compiled = pcre2_jit_compile(r->code, PCRE2_JIT_COMPLETE) == 0;     /* otherwise PCRE2 interprets it */
+    r->compiled = pcre2_jit_compile(r->code, PCRE2_JIT_COMPLETE) == 0;     /* if false, PCRE2 interprets the pattern */
     *out = r;
     return 0;
 }

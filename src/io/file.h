@@ -40,7 +40,7 @@ int ps_map_check(const ps_map *m);      /* returns PS_EIO if the file is shorter
 typedef struct ps_lent_map {
     void *pages;            /* NULL if there are no bytes */
     int64_t nbytes;         /* size of `pages` in bytes */
-    void *bytes;            /* address of the first requested byte */
+    void *bytes;            /* address in `pages` of the first requested byte */
 } ps_lent_map;
 int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out);     /* `at` is an offset in the file */
 void ps_map_unlend(const ps_lent_map *lent);

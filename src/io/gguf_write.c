@@ -45,7 +45,7 @@ struct ps_ggufw {
     piece pieces[MAX_PIECES];
     int n_threads, n_pieces;
     int64_t next_serial;
-    pthread_mutex_t lock;           /* protects the fields below */
+    pthread_mutex_t lock;           /* must be held to access the fields below */
     pthread_cond_t queued, returned;
     piece *queue[MAX_PIECES], *spare[MAX_PIECES];
     int n_queue, n_spare;

@@ -269,7 +269,7 @@ function EXPRESSIONS.given(node)
   return function() return node.value end
 end
 
-local level = 0                                            -- depth of the expression that is being compiled
+local level = 0                                            -- nesting of the expression that is being compiled
 function expression(node)
   level = level + 1
   if level > LEVELS then

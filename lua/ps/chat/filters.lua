@@ -238,7 +238,7 @@ function filters.map(v, args, named, scope)
   return values.generator(all)
 end
 
--- Creates the filters select and reject, or selectattr and rejectattr.
+-- Returns the filter select or reject. If `with_attribute` is true, returns selectattr or rejectattr.
 local function chooser(with_attribute, wanted)
   return function(v, args)
     local pick, first = picker(), 1

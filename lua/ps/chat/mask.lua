@@ -171,7 +171,7 @@ function mask.header(rendered, i)
   return header:find "%S" and header or ""
 end
 
---- Returns the text that follows the last message in a rendering.
+--- Returns the text of a rendering after all messages.
 ---@param rendered string|ps.chat.Text
 ---@return string
 function mask.tail(rendered)

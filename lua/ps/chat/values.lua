@@ -56,7 +56,7 @@ function values.generator(items)
   items.kind = "generator"
   return setmetatable(items, Iterator)
 end
---- Creates a view of a dict's keys, values or items.
+--- Creates a view of the keys, values or items of a dict.
 ---@param items any[]
 ---@param kind string
 ---@return ps.chat.Iterator

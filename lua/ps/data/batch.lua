@@ -16,8 +16,8 @@ batch.IGNORED = -100
 
 local DEPTH = 6                    -- number of levels of nested tables in which tensors are searched
 
--- The output of a model for a named batch. It can also be used as a loop with one iteration: `for out in model(batch)
--- do`.
+-- The output of a model for a named batch. It can also be used as a loop with one iteration:
+-- `for out in model(batch) do`.
 local turned = setmetatable({}, { __mode = "k" })
 local Output = { __call = function(out)
   turned[out] = not turned[out] or nil
@@ -219,7 +219,7 @@ local function with_tensors(value, rule, name, fn, depth)
   return copy
 end
 
--- Returns a copy of a batch that was made by with_tensors. For a named batch, the model's table split_inputs contains
+-- Copies a batch by with_tensors, and returns the copy. For a named batch, the model's table split_inputs contains
 -- the rule for each name. If the model has no such table, or if the batch is positional, all tensors have rows.
 local function with_rules(model, given, fn)
   if not is_named(given) then

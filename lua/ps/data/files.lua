@@ -181,7 +181,7 @@ local function value_end(text, at)
     elseif c == "{" or c == "[" then depth, at = depth + 1, at + 1
     elseif c == "}" or c == "]" then depth, at = depth - 1, at + 1
     else
-      at = text:find('[%[%]{},"%s]', at)                   -- a number or a word
+      at = text:find('[%[%]{},"%s]', at)                   -- skip a number or a word
     end
     if depth > 0 and at then at = text:find('[%[%]{}"]', at) end
     if not at then return nil end

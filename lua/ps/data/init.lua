@@ -443,8 +443,8 @@ end
 ---@return integer
 function Loader:size() return self.batches end
 
---- Returns the position of the next batch. `batch` is the number of batches of all ranks together since the begin of
---- the epoch.
+--- Returns the position of the next batch. `batch` is the index of the global batch in its epoch, which counts from 0.
+--- A global batch consists of the batches of all ranks.
 ---@return {epoch: integer, batch: integer, window?: integer, row?: integer} a loader of texts or of a table also
 --- returns window and row, which are its exact position
 function Loader:position()

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The cache folder of data files ($XDG_CACHE_HOME/psluajit, else ~/.cache/psluajit), and packed files, which are
--- unpacked there once.
+-- The cache folder of data files. It is $XDG_CACHE_HOME/psluajit or, if that variable is not set, ~/.cache/psluajit.
+-- Files that are compressed by gzip are unpacked into this folder once.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local bit = require "bit"
@@ -16,13 +16,13 @@ local function hash(text) return bit.tohex(C.ps_xxh3(text, #text)) end
 
 local function absolute(path) return path:sub(1, 1) == "/" and path or lfs.currentdir() .. "/" .. path end
 
---- Returns the subfolder of the cache folder for a purpose. Creates it if it is missing. Returns nil if the user has no
---- home folder.
+--- Returns the path of the subfolder for a purpose in the cache folder. The subfolder is created if it does not exist.
+--- Returns nil if the user has no home folder.
 ---@param purpose string
 ---@return string?
 function unpacked.folder(purpose)
   local home, base = os.getenv "HOME", os.getenv "XDG_CACHE_HOME"
-  home = base and base:sub(1, 1) == "/" and base or home and home .. "/.cache"  -- XDG: relative paths are ignored
+  home = base and base:sub(1, 1) == "/" and base or home and home .. "/.cache"  -- XDG: a relative path is ignored
   if not home then return nil end
   local folder, made = home .. "/psluajit/" .. purpose, ""
   for part in folder:gmatch "[^/]+" do
@@ -32,7 +32,8 @@ function unpacked.folder(purpose)
   return folder
 end
 
---- Returns the path of a data file's companion in the cache folder, or nil if the user has no home folder.
+--- Returns the path in the cache folder for a file that belongs to a data file. Returns nil if the user has no home
+--- folder.
 ---@param purpose string
 ---@param path string
 ---@param ending string
@@ -44,8 +45,8 @@ end
 
 local function quoted(path) return "'" .. path:gsub("'", "'\\''") .. "'" end
 
--- Unpacks a file to another file. Returns true, or nil and the reason of a failure. The shell's and gzip's messages go
--- to a file outside the cache, whose disk may be full.
+-- Unpacks a file to another file. Returns true, or nil and the reason if it fails. The messages of the shell and of
+-- gzip are written to a file outside the cache, because the disk of the cache may be full.
 local function unpack_to(path, target)
   local errors = os.tmpname()
   local rc = os.execute(("(gzip -dc -- %s >%s) 2>%s"):format(quoted(path), quoted(target), quoted(errors)))
@@ -58,7 +59,7 @@ local function unpack_to(path, target)
   return nil, why ~= "" and why or "gzip failed, or the disk is full"
 end
 
--- Removes the files to which earlier versions of a compressed file were unpacked.
+-- Removes the files that were unpacked from earlier versions of a compressed file.
 local function remove_older(folder, prefix, keep)
   for name in lfs.dir(folder) do
     if name:sub(1, #prefix) == prefix and name ~= keep and not name:find("%.part$") then
@@ -67,18 +68,20 @@ local function remove_older(folder, prefix, keep)
   end
 end
 
--- Opens and locks a file to which this process unpacks. The lock shows other processes, also those of other machines
--- that share the folder, that the file is in use. It ends with this process. Returns nil if the file cannot be created.
+-- Opens and locks the file into which this process unpacks. The lock tells other processes that the file is in use.
+-- This includes processes on other machines that share the folder. The lock ends with this process. Returns nil if the
+-- file cannot be created.
 local function locked(part)
   local file = io.open(part, "wb")
   if file then lfs.lock(file, "w") end                     -- some file systems have no locks; see remove_stale
   return file
 end
 
-local STALE_S = 60                 -- age from which an unlocked file is stale; a new file is not locked yet
+-- The age in seconds at which a file that is not locked is removed. A new file is not locked yet.
+local STALE_S = 60
 
--- Removes files of processes that were killed while they unpacked: files that have not changed for a while, and whose
--- lock is free. If the file system has no locks, nothing is removed.
+-- Removes the files of processes that were killed while they unpacked. These are the files that have not changed for
+-- STALE_S seconds and that no process has locked. If the file system has no locks, no file is removed.
 local function remove_stale(folder)
   if lfs.attributes(folder, "mode") ~= "directory" then return end
   for name in lfs.dir(folder) do
@@ -92,8 +95,8 @@ local function remove_stale(folder)
   end
 end
 
---- Returns the path of a .gz file's unpacked content. The file is unpacked into the cache folder once, and again if its
---- bytes change.
+--- Returns the path of the unpacked contents of a .gz file. The file is unpacked into the cache folder once. It is
+--- unpacked again if its contents change.
 ---@param path string
 ---@return string
 function unpacked.gzip(path)
@@ -111,7 +114,7 @@ function unpacked.gzip(path)
   local done, why = unpack_to(path, part)
   if lock then lock:close() end
   if not done then error(("%s: cannot be unpacked to %s: %s"):format(path, folder, why)) end
-  local moved, problem = os.rename(part, target)           -- ranks that unpack at the same time replace equal bytes
+  local moved, problem = os.rename(part, target)           -- ranks that unpack at the same time replace equal files
   if not moved then
     os.remove(part)
     error(("%s: cannot be unpacked to %s: %s"):format(path, folder, problem))

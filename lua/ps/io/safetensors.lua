@@ -151,7 +151,8 @@ local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, entry.at, entry.nbytes)
-    if rc ~= C.PS_EUNSUP then return check(rc) end  -- EUNSUP: on another device, or a part of a tensor, so read it
+    -- EUNSUP: the tensor is on another device or is a part of a tensor, so the bytes are read.
+    if rc ~= C.PS_EUNSUP then return check(rc) end
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
 end
@@ -213,7 +214,8 @@ local function take_rows(self, entry, tensor, first)
   local at = entry.at + first * entry.nbytes / math.max(1, tonumber(entry.shape[0]))
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, at, tensor:nbytes())
-    if rc ~= C.PS_EUNSUP then return check(rc) end  -- EUNSUP: on another device, or a part of a tensor, so read it
+    -- EUNSUP: the tensor is on another device or is a part of a tensor, so the bytes are read.
+    if rc ~= C.PS_EUNSUP then return check(rc) end
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, at, tensor:nbytes())
 end
@@ -430,7 +432,7 @@ function safetensors.save(path, tensors, metadata, options)
   if not ok then error(problem, 0) end
 end
 
--- Copies the bytes of an entry's tensor to host memory at `to`.
+-- Copies the bytes of an entry's tensor to host memory, starting at `to`.
 local function copy_out(entry, to)
   scope.scope(function()
     local tensor = entry.tensor or entry.make()

@@ -410,7 +410,7 @@ end
 --- values. Reads only the rectangle. But the first call reads all of `name` to compare its checksum.
 ---@param name string
 ---@param tensor ps.Tensor
----@param offset integer[] offset of the rectangle
+---@param offset integer[] position of the rectangle's first element in `name`
 function File:read_part(name, tensor, offset)
   local id, pt = id_of(self, name)
   local shape = tensor:shape()
