@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.initialize: creates a model and an optimizer whose parameters, gradients and state lie in chunks on device, host
--- and disk.
+-- ps.initialize creates a model and an optimizer. Their parameters, gradients and optimizer state are in chunks on the
+-- device, the host and the disk.
 --
 --   local model, optimizer = ps.initialize{ model_func = function() return gpt2.new("gpt2") end, config = config }
 --   for x, y in loader:epoch() do
@@ -10,9 +10,10 @@
 --     optimizer:step()
 --   end
 --
--- The model behaves like the module that it holds (model:parameters(), model:generate(...), model.config). A call with
--- gradients enabled begins a step. Before the first step of each shape, a dry run records which chunks each op uses,
--- and the engine plans the step from that record (engine/plan/forecast.lua, src/chunk/).
+-- The model has the methods and fields of the module that it holds, such as model:parameters(), model:generate(...)
+-- and model.config. A call of the model begins a step if gradients are enabled. Before the first step with new input
+-- shapes, a dry run records which chunks each op uses. The engine plans the step from that record
+-- (engine/plan/forecast.lua, src/chunk/).
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local adopt = require "ps.engine.state.adopt"
@@ -49,17 +50,17 @@ local C = native.C
 ---@field cfg ps.Config
 ---@field accumulate integer micro-batches per step
 ---@field built ps.engine.Built
----@field steps integer calls of optimizer:step() that ended a step, including skipped updates
----@field micro integer micro-batches of the step whose backward has run (engine/step/state.lua)
----@field torn false|{model: boolean, optimizer: boolean, text: string} set when an update failed in the middle: whether
---- the model and the optimizer hold values of two steps, and the error that their use raises
+---@field steps integer number of optimizer:step() calls that ended a step, including skipped updates
+---@field micro integer number of the step's micro-batches whose backward has run (engine/step/state.lua)
+---@field torn false|{model: boolean, optimizer: boolean, text: string} set when an update failed in the middle. `model`
+--- and `optimizer` say whether they hold values of two steps. `text` is the error that using them raises
 ---@field plain boolean true if parameters are in plain memory (engine/state/plain.lua) instead of chunks
 ---@field driver ps.engine.Driver performs the actions of the engine's steps (engine/step/table.lua)
 ---@field plan ps.engine.PlanState the plans (engine/plan/)
 ---@field begin_step fun(self: ps.Engine, args: any[]) called before the first forward of a step
 local Engine = {}
 
---- Writes a note to stderr. Writes the same text only once.
+--- Writes a note to stderr, unless the same text was written before.
 ---@param text string
 function Engine:note(text)
   if self.said[text] then return end
@@ -67,7 +68,7 @@ function Engine:note(text)
   if not self.quiet then io.stderr:write("psluajit: ", text, "\n") end
 end
 
---- Returns true after the first and before the last micro-batch of a step.
+--- Returns true if the backward of at least one micro-batch of the step has run, but not the backward of the last one.
 ---@return boolean
 function Engine:accumulating()
   self = handle.own(self, "accumulating")
@@ -80,7 +81,7 @@ function Engine:at_boundary()
   return self.micro == step.count(self)
 end
 
---- Raises an error at the script's line if the engine was closed. Its chunks may belong to another engine now.
+--- Raises an error at the script's line if the engine was closed. Another engine may now own its chunks.
 function Engine:check_open()
   if self.closed then caller.error "this engine was closed; ps.initialize makes another" end
 end
@@ -94,19 +95,19 @@ function Engine:abandon() step.give_up(self) end
 Engine.backward = step.backward
 Engine.micro_batches = micro.batches
 
---- Sets the number of finished steps after a state was loaded.
+--- Sets the number of finished steps. Called after a state was loaded.
 ---@param steps integer
 function Engine:set_steps(steps) self.steps = steps end
 
---- Replaces the masters and drops the plans after the model got a new layout.
+--- Replaces the masters and drops the plans. Called after the model got a new layout.
 ---@param new_masters ps.engine.Masters
 function Engine:laid_out(new_masters)
   self.masters, self.traces, self.unplanned = new_masters, {}, {}
   self.plan.adam_split, self.plan.tables_on_host = false, false
 end
 
---- Creates the masters, gradients and optimizer state of parameters thawed since the last step, as the next step would.
---- All ranks must call it, between steps.
+--- Creates the masters, gradients and optimizer state of the parameters that were thawed since the last step. Without
+--- this call, the next step would create them. All ranks must call this function, between steps.
 function Engine:train_thawed()
   if self.plain then plain.train_thawed(self) else begin.train_thawed(self) end
 end
@@ -143,8 +144,8 @@ function Engine:eval()
 end
 local STATE = { tied = "boolean" }
 
--- Returns a table from name to tensor with the buffers and frozen values, and the results of value(row) for the rows of
--- built.list.
+-- Returns the model's state as a table from name to tensor. The table contains the buffers, the frozen values, and the
+-- result of value(row) for each row of built.list.
 local function by_name(self, value)
   self:check_whole()
   if not step.is_open(self) then self.masters:sync() end
@@ -154,18 +155,18 @@ local function by_name(self, value)
   return state
 end
 
--- Returns the state like state_dict { tied = false }, but with descriptions of the values which have no tensor
--- (masters.values_later). For writers, which need one tensor at a time.
+-- Returns the state like state_dict { tied = false }, but a value that has no tensor is replaced by a description
+-- (masters.values_later). Writers use this function because they need only one tensor at a time.
 function Engine:values_later() return by_name(self, masters.values_later) end
 Engine.to = trained.to
 -- methods that would convert the model's parameters; an engine rejects them
 local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" }
 
---- Returns the model's state by name: the fp32 values on the host (for half parameters, their masters) and the buffers.
---- If ranks share the state (zero_optimization.stage 1 to 3), each rank gets only the tensors that it owns, and rank 0
---- also gets the buffers. The tensors belong to the engine: read or save them before the next step.
----@param options? {tied?: boolean} tied = false lists a tied weight only under its first name (default: under all
---- names)
+--- Returns the model's state by name: the fp32 values on the host and the buffers. The fp32 values of half parameters
+--- are their masters. If ranks share the state (zero_optimization.stage 1 to 3), each rank gets only the tensors that
+--- it owns, and rank 0 also gets the buffers. The tensors belong to the engine: read or save them before the next step.
+---@param options? {tied?: boolean} tied: if false, a tied weight is listed only under its first name (default: under
+--- all names)
 ---@return table<string, ps.Tensor>
 function Engine:state_dict(options)
   self = handle.own(self, "state_dict")
@@ -174,15 +175,15 @@ function Engine:state_dict(options)
   return options.tied == false and state or tied.add(self.module, state)
 end
 
---- Calls fn while the parameters hold their values for evaluation, which differ from the training values with
---- AdamWScheduleFree.
+--- Calls fn while the parameters hold their values for evaluation. These values differ from the training values only
+--- with AdamWScheduleFree.
 ---@param call string name of the call in messages
 ---@param fn fun(...: any): ...
 ---@param ... any arguments of fn
 ---@return any ...
 function Engine:averaged(call, fn, ...) return averaged.run(self, call, fn, ...) end
 
---- Calls the module's save_pretrained with the fp32 values. All ranks call it; rank 0 writes.
+--- Calls the module's save_pretrained with the fp32 values. All ranks must call it, but only rank 0 writes.
 ---@param folder string|{save_directory: string} the folder, or a table with the folder and the options
 ---@param options? {max_shard_size?: integer|string} the options of the module's save_pretrained
 ---@return any ... the results of save_pretrained
@@ -195,7 +196,7 @@ function Engine:save_pretrained(folder, options)
   return self:averaged("save_pretrained", save, self.module, folder, self.handle, options)
 end
 
---- Calls the module's save_gguf with the fp32 values. All ranks must call it; only rank 0 writes.
+--- Calls the module's save_gguf with the fp32 values. All ranks must call it, but only rank 0 writes.
 ---@param path string
 ---@param options? {type?: string, name?: string, pre?: string} the options of the module's save_gguf
 function Engine:save_gguf(path, options)
@@ -217,7 +218,8 @@ function Engine:save_parallelized(folder, options)
   return self:averaged("save_parallelized", write, self.module, folder, self.handle, options)
 end
 
---- Calls the module's generate. If ranks share the model (pipeline or tensor parallelism), all its ranks must call it.
+--- Calls the module's generate. If ranks share the model by pipeline or tensor parallelism, all these ranks must call
+--- it.
 ---@param ... any the arguments of the module's generate
 ---@return integer[]|integer[][] ids
 function Engine:generate(...)
@@ -229,11 +231,11 @@ function Engine:generate(...)
   return self:averaged("generate", self.module.generate, self.module, ...)
 end
 
---- Loads values into the model by name, and into the masters of half parameters. Abandons the current step. If ranks
---- share the state, each rank loads the tensors that it owns. A state without tensors of other ranks counts as this
---- rank's own state (state_dict): it need not have the other ranks' tensors, and rank 0 sends missing buffers. Only one
---- tensor at a time is in memory, whatever the budgets. All ranks must call this; an error on one rank is raised on
---- all.
+--- Loads values into the model by name. Half parameters are loaded into their masters, too. Abandons the current step.
+--- If ranks share the state, each rank loads the tensors that it owns. A state without the tensors of other ranks
+--- counts as this rank's own state (state_dict). It need not contain the other ranks' tensors, and rank 0 sends the
+--- buffers that it lacks. Only one tensor at a time is in memory, whatever the budgets. All ranks must call this
+--- function. An error on one rank is raised on all ranks.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
@@ -251,7 +253,7 @@ function Engine:end_step()
   if step.is_open(self) then step.give_up(self) end
 end
 
---- Closes the engine. Frees its chunks with the parameters in them, its budgets and its disk file.
+--- Closes the engine. Frees its chunks, the parameters in them, its budgets and its disk file.
 function Engine:close()
   self = handle.own(self, "close")
   if self.closed then return end
@@ -290,7 +292,7 @@ end
 
 local HANDLE = handle.instance(Engine.methods, Engine.call)
 
--- metatable of an engine: looks up fields of the step's state, then methods
+-- Metatable of an engine. A key is first looked up in the fields of the step's state, then in the methods.
 local INSTANCE = { __index = function(self, key)
   local field = step.fields[key]
   if field then return field(self) end
@@ -300,7 +302,7 @@ end, __newindex = function(self, key, value)
   rawset(self, key, value)
 end }
 
--- Runs one phase of ps.initialize. If it fails, closes the engine and raises the error.
+-- Runs one phase of ps.initialize. If the phase fails, closes the engine and raises the error.
 local function making(self, fn)
   local ok, problem = pcall(fn)
   if ok then return end
@@ -314,8 +316,8 @@ local function assemble(self, fields)
   for name, value in pairs(fields) do self[name] = value end
 end
 
---- Opens an engine without a model: reads the configuration and opens the chunks, so that parameters can move into
---- chunks as they are created. engine:take sets the model.
+--- Opens an engine without a model: reads the configuration and opens the chunks. Parameters can then move into chunks
+--- as they are created. engine:take sets the model.
 ---@param request table the result of setup.request, or a table with its fields: config, quiet, loss, param_groups, ...
 ---@return ps.Engine
 local function open(request)
@@ -339,7 +341,8 @@ local function open(request)
   return self
 end
 
--- Raises an error if no parameter of the model trains, unless the configuration has no optimizer (evaluation only).
+-- Raises an error if no parameter of the model trains. A configuration without an optimizer is exempt, because it is
+-- for evaluation only.
 local function check_trains(self)
   if #self.built.list > 0 or #(self.built.elsewhere or {}) > 0 or not self.cfg.optimizer_given then return end
   caller.error("ps.initialize: every parameter of the model is frozen, so the optimizer has nothing to train; thaw "
@@ -385,13 +388,13 @@ function Engine:take(request)
 end
 
 --- Creates an engine.
----@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function that returns a module, a module, or a table of
----  these arguments by name. The table can also have these fields: param_groups; optimizer, an unused optimizer of
----  ps.optim over `model`, which becomes the engine's optimizer; loss, a function of the model's output and the batch;
----  example, a batch in the form that the model accepts, which a pipeline uses to count the cost of the model's parts
----  before it cuts the model
----@param local_rank? integer|table|string the local rank, or the configuration as the second argument
----@param cfg? table|string configuration: a table, or the path of a .lua or .json file (docs/config.md)
+---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function that returns a module; or a module; or a table
+---  that has these arguments as fields. The table can also have these fields: param_groups; optimizer, an unused
+---  optimizer of ps.optim over `model`, which becomes the engine's optimizer; loss, a function of the model's output
+---  and the batch; example, a batch in the form that the model accepts. A pipeline uses `example` to count the cost of
+---  the model's parts before it cuts the model
+---@param local_rank? integer|table|string the local rank, or the configuration if it is the second argument
+---@param cfg? table|string the configuration: a table, or the path of a .lua or .json file (docs/config.md)
 ---@param client? table memory settings, for a module that already exists
 ---@return ps.Engine model
 ---@return ps.EngineOptimizer optimizer

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Moves a module's parameters into chunks. First, each parameter moves into its own chunk as it is created, so that a
+-- Moves a module's parameters into chunks. Each parameter first moves into its own chunk when it is created, so that a
 -- model larger than memory can be built. Then all tensors move to the final layout, in the order of registration.
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
@@ -38,8 +38,8 @@ local function new_chunk(kind, group, index, dtype, nbytes)
   return id_out[0]
 end
 
--- Creates a tensor shaped like `like` in a row's chunk of one kind. offset: in elements. ids: the row's chunks
--- (chunks_for).
+-- Creates a tensor with the shape of `like` in a row's chunk of one kind. `offset` is in elements. `ids` are the row's
+-- chunks (the result of chunks_for).
 local function new_tensor(like, dtype, device, ids, kind, offset, name)
   local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
   native.retry(C.ps_engine_tensor_new, native.ctx, like, native.dtype_code(dtype), device, ids[kind], at, name,
@@ -47,8 +47,8 @@ local function new_tensor(like, dtype, device, ids, kind, offset, name)
   return native.own(tensor_out[0])
 end
 
--- Returns whether a state needs an offset other than its parameter's. Its shape may differ, or its elements may be so
--- small that the parameter's offset would not be aligned.
+-- Returns whether a state needs an offset of its own, instead of its parameter's offset. It needs one if its shape
+-- differs, or if its elements are so small that the parameter's offset would not be aligned.
 local function is_packed(state) return state.shape ~= nil or STATE[state.dtype] < 2 end
 
 -- Returns the byte offset of a parameter's state in its chunk. `index` is the parameter's index in the layout.
@@ -81,8 +81,8 @@ local function adopt(tensor, dtype, ids, kind, offset, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[kind], at, name)
 end
 
--- Creates the tensor of a parameter, like new_tensor. If state is sharded, the tensor is in a part (param_part), which
--- all ranks use and one rank owns.
+-- Creates the tensor of a parameter, like new_tensor. If ranks share the optimizer state, the tensor is in a part
+-- (param_part). All ranks use the part, and one rank owns it.
 local function new_param(like, dtype, where, ids, offset, name)
   local shards = where.shards
   if not (shards and shards:state()) then return new_tensor(like, dtype, where.device, ids, "param", offset, name) end
@@ -101,18 +101,17 @@ local function seen_from(tensor, device)
   return native.own(tensor_out[0])
 end
 
--- Returns the bytes of a tensor, or nil if it has none or is in a chunk already.
+-- Returns the size of a tensor in bytes. Returns nil if the tensor has no bytes or is in a chunk already.
 local function bytes_to_move(tensor)
   local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
   if nbytes == 0 or tensor.device_ == META or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return nil end
   return nbytes
 end
 
--- Creates a chunk for one tensor of this number of bytes.
+-- Creates a chunk for one tensor of `nbytes` bytes.
 local function own_chunk(dtype, nbytes) return new_chunk("param", -1, 0, dtype, math.ceil(nbytes / PAGE) * PAGE) end
 
---- Moves a tensor into its own chunk, on every rank. A tensor that is in a chunk already, or has no bytes, does not
---- move.
+--- Moves a tensor into its own chunk, on every rank. Does nothing if the tensor is in a chunk already or has no bytes.
 ---@param tensor ps.Tensor
 ---@param name? string
 function build.to_own_chunk(tensor, name)
@@ -121,13 +120,13 @@ function build.to_own_chunk(tensor, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, own_chunk(tensor:dtype(), nbytes), 0, name)
 end
 
---- Moves a new parameter from plain memory into its own chunk, where it stays until the layout is made. A tensor that
---- is in a chunk already, or has no bytes, does not move. If parameters are sharded, only the owner keeps the bytes.
+--- Moves a new parameter from plain memory into its own chunk, where it stays until the layout is made. Does nothing if
+--- the tensor is in a chunk already or has no bytes. If ranks share parameters, only the owner keeps the bytes.
 ---@param tensor ps.Tensor
 ---@param shards? ps.engine.Sharding
 function build.to_chunk(tensor, shards)
   local nbytes = bytes_to_move(tensor)
-  if not nbytes or C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- lent: in a file, on every rank
+  if not nbytes or C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- lent: its bytes are in a file on every rank
   if not (shards and shards:parameters()) then return build.to_own_chunk(tensor) end
   local whole, owner = math.ceil(nbytes / PAGE) * PAGE, shards:stage_owner(nbytes)
   local part = shards:part { owner = owner, stripe = shards:take_stripes(1), dtype = tensor:dtype(), nbytes = whole,
@@ -152,8 +151,8 @@ local function parameters(module)
   return list
 end
 
--- Divides the parameters of a model that is cut into stages. Returns this process's parameters with their virtual
--- stages, rows for other ranks' trained parameters, and rows for other ranks' frozen parameters.
+-- Divides the parameters of a model that is cut into stages. Returns three lists: this process's parameters with their
+-- virtual stages, rows for the trained parameters of other ranks, and rows for the frozen parameters of other ranks.
 local function own_parameters(entries, stages)
   local mine, elsewhere, frozen = {}, {}, {}
   for _, entry in ipairs(entries) do
@@ -183,15 +182,15 @@ local function check_parameter(entry, device)
   end
 end
 
--- Returns the dtype in which a parameter trains: the configuration's dtype for an fp32 parameter, else the parameter's
--- own dtype.
+-- Returns the dtype in which a parameter trains. An fp32 parameter trains in the configuration's dtype, and any other
+-- parameter in its own dtype.
 local function target_dtype(entry, precision)
   local dtype = entry.tensor:dtype()
   return dtype == "fp32" and precision or dtype
 end
 
--- Returns the byte offset of a bf16 parameter's remainders. With memory.master = "remainder", they are the lower halves
--- of its master, and replace it.
+-- Returns the byte offset of a bf16 parameter's remainders in their chunk. With memory.master = "remainder", remainders
+-- replace the master: each one is the lower two bytes of an fp32 value.
 local function remainder_at(ids, offset)
   return kinds.start(REMAINDER.name, 2 * ids.numel, REMAINDER.dtype) + 2 * offset
 end
@@ -245,10 +244,10 @@ local function place_param(entry, ids, offset, where)
   return param, nil
 end
 
-local STATE_ALIGN = 256                 -- bytes; offsets of packed states are multiples of it
+local STATE_ALIGN = 256                 -- in bytes; the offset of a packed state is a multiple of it
 
--- Creates a row's chunks of optimizer states. A state that is not packed has its parameter's offset. Packed states
--- follow one another. shapes: the parameters' shapes, by index in the layout.
+-- Creates a row's chunks of optimizer states. A packed state follows the previous packed state. Any other state has the
+-- offset of its parameter. `shapes` are the parameters' shapes, by index in the layout.
 local function state_chunks(row, group, ids, shapes)
   ids.state_offset, ids.state_numel = {}, {}
   for _, state in ipairs(group.states) do
@@ -269,8 +268,8 @@ local function state_chunks(row, group, ids, shapes)
   end
 end
 
--- Creates the chunks of one row of the layout, one per kind, except kinds that other ranks own. shapes: the parameters'
--- shapes, by index in the layout.
+-- Creates the chunks of one row of the layout, one per kind. Does not create the kinds that other ranks own. `shapes`
+-- are the parameters' shapes, by index in the layout.
 local function chunks_for(row, group, where, shapes)
   local shards, number, stays = where.shards, row.group - 1, group.stays
   if stays == nil then stays = shards and shards.stays end
@@ -303,7 +302,8 @@ local function chunks_for(row, group, where, shapes)
   return ids
 end
 
--- Creates the tensor for a gradient that has its own chunk.
+-- Creates the tensor of a gradient that is stored in a chunk of kind "grad". The chunk is this rank's own chunk, or a
+-- part if ranks share gradients.
 local function new_grad(like, group, where, ids, offset, name)
   local dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
   if ids.grad then return new_tensor(like, dtype, where.device, ids, "grad", offset, name) end
@@ -311,8 +311,8 @@ local function new_grad(like, group, where, ids, offset, name)
   return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
 end
 
--- Creates the gradients of a parameter's uses in other virtual stages of this rank (PS_TIE_USE). Each gradient has its
--- own chunk, which is not sharded: ranks reduce the sum of all uses.
+-- Creates the gradients of a parameter for its uses in other virtual stages of this rank (PS_TIE_USE). Each gradient
+-- has its own chunk. The chunk is not sharded, because ranks reduce the sum of all uses.
 local function other_uses(made, group, where)
   if not (group.trains and where.stages) then return nil end
   local dtype, uses = where.grad_dtype == "param" and group.dtype or where.grad_dtype, {}
@@ -324,7 +324,7 @@ local function other_uses(made, group, where)
   return uses
 end
 
--- Assigns stripes to rows. stripe[i] is the index of the stripe of rows[i], from 0. `count` is the number of stripes.
+-- Assigns stripes to rows. stripe[i] is the index, from 0, of the stripe of rows[i]. `count` is the number of stripes.
 local function number_stripes(rows, shards, grads, stripe, count)
   local first, second = shards:take_stripes(count), grads and shards:take_stripes(count) or 0
   for i, row in ipairs(rows) do row.stripe, row.grad_stripe = first + stripe[i], second + stripe[i] end
@@ -341,7 +341,8 @@ local function share_out(plan, where)
   number_stripes(plan.chunks, shards, where.grads, made.stripe, made.stripes)
 end
 
--- Sets the tensors through which other files access a parameter's bytes (place) and its fp32 values (values).
+-- Sets the tensors through which other files access a parameter: `place` for its bytes and `values` for its fp32
+-- values.
 local function finish_row(made, where)
   if where.shards and where.shards:state() then made.place = where.shards:own(made.param, where.host)
   elseif where.device ~= where.host then made.place = seen_from(made.param, where.host) end
@@ -364,8 +365,8 @@ local function train_row(made, group, ids, at, where)
   made.uses = other_uses(made, group, where)
 end
 
--- Moves a parameter that was frozen into the chunks of a row that trains. Its master begins with its value, and its
--- optimizer state with zeros.
+-- Moves a parameter that was frozen into the chunks of a row that trains. Its master starts with the parameter's value,
+-- and its optimizer state with zeros.
 local function thaw_param(made, group, ids, at, where)
   local _, master = place_param({ tensor = made.param, dtype = group.dtype, trains = true, name = made.name }, ids,
     at.offset, where)
@@ -373,7 +374,7 @@ local function thaw_param(made, group, ids, at, where)
   train_row(made, group, ids, at, where)
 end
 
--- Creates a unit from a row whose tensors train.
+-- Adds a unit for a row whose tensors train.
 local function add_unit(built, row, group, ids)
   built.units = built.units + 1
   built.unit_states[built.units] = ids.mine and ids.state_nbytes or 0
@@ -393,24 +394,29 @@ local function state_bytes()
 end
 
 ---@class ps.engine.Built
----@field list table[] a row for each trained parameter: name, param, master, averages (a tensor per state), grad, unit,
----  numel, number (its index in the model), vstage (its virtual stage on this rank), uses ({vstage, grad} of this
----  process's other virtual stages that use it), place (the parameter as the host sees it, if it is on a device or
----  sharded) and values (its fp32 values as the host sees them). If state is sharded, owner is the owning rank. On
----  other ranks the row has no master, averages, place and values
+---@field list table[] a row for each trained parameter, with these fields:
+---  name, param, master, grad, unit, numel
+---  averages: a tensor per optimizer state
+---  number: its index in the model
+---  vstage: its virtual stage on this rank
+---  uses: a table {vstage, grad} for each other virtual stage of this process that uses it
+---  place: the parameter as the host sees it, if it is on a device or sharded
+---  values: its fp32 values as the host sees them
+---  owner: the rank that owns it, if ranks share the state. On the other ranks, the row has no master, averages, place
+---  and values
 ---@field frozen table[] a row for each frozen parameter: name, param, owner, place
----@field untrained table[] the rows of `frozen`, and {name, param, numel, number} for frozen parameters of other
----  pipeline ranks
+---@field untrained table[] the rows of `frozen`, and a row {name, param, numel, number} for each frozen parameter of
+---  other pipeline ranks
 ---@field elsewhere table[] a row for each trained parameter that other pipeline ranks hold: name, param (without data),
 ---  numel, number
 ---@field tables ps.engine.Table[] embedding matrices that have their own chunks
 ---@field units integer
----@field unit_bytes integer[] bytes of each unit's master and averages on this process, by unit from 1
----@field unit_states integer[] bytes of each unit's averages on this process, by unit from 1
----@field unit_numel integer[] number of parameters that this process updates, by unit from 1
+---@field unit_bytes integer[] size in bytes of each unit's master and averages on this process, by unit from 1
+---@field unit_states integer[] size in bytes of each unit's averages on this process, by unit from 1
+---@field unit_numel integer[] number of parameter elements that this process updates in each unit, by unit from 1
 ---@field layout ps.layout.Layout
----@field numel integer elements of the parameters on this process, frozen ones included
----@field state_bytes integer bytes of all chunks
+---@field numel integer number of elements of the parameters on this process, including frozen ones
+---@field state_bytes integer total size in bytes of all chunks
 
 --- Moves the module's parameters into chunks.
 ---@param module ps.nn.Module
@@ -418,9 +424,9 @@ end
 ---  boolean, grad_dtype: string, states_for: (fun(name: string, parameter: ps.Tensor): ps.optimizers.State[]),
 ---  state_bytes: number, other_bytes: number, lookups?: boolean, shards?: ps.engine.Sharding, stages?:
 ---  ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?, agree?: fun(chunk_size: integer): integer} lookups:
----  embedding matrices may move to the host. grads: gradients have their own chunks. stages: the stages of this
----  process, if the model is cut. stays: returns whether a sharded parameter stays on this rank from its first gather
----  to the end of the step, or nil to follow the configuration. agree: returns the chunk size that all ranks use
+---  whether embedding matrices may move to the host. grads: whether gradients have their own chunks. stages: the stages
+---  of this process, if the model is cut. stays: returns whether a sharded parameter stays on this rank from its first
+---  gather to the end of the step, or nil to follow the configuration. agree: returns the chunk size that all ranks use
 ---@return ps.engine.Built
 function build.place(module, options)
   local entries, elsewhere, untrained = parameters(module), {}, {}
@@ -492,9 +498,9 @@ function build.place(module, options)
   return built
 end
 
---- Registers the trained parameters with the engine. group_of[i] is the optimizer group, from 0, of built.list[i],
---- which is sorted by (vstage, order). `order` is a parameter's index among all trained parameters of the model. Norms
---- are summed in this order.
+--- Registers the trained parameters with the engine. group_of[i] is the optimizer group, from 0, of built.list[i]. The
+--- list is sorted by virtual stage and then by `order`, a parameter's index among all trained parameters of the model.
+--- Norms are summed in this order.
 ---@param built ps.engine.Built
 ---@param group_of integer[]
 ---@param n_groups integer
@@ -509,7 +515,7 @@ function build.register(built, group_of, n_groups, where)
     return a.entry.order < b.entry.order
   end)
   local rows = param_array(math.max(1, n + #uses))
-  local anchors = {}                                  -- keeps headers alive until the engine has retained them
+  local anchors = {}                                  -- keeps tensor headers alive until the engine has retained them
   local function ptr(t)
     anchors[#anchors + 1] = t
     return ffi.cast("ps_tensor *", t)

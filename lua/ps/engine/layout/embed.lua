@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Keeps embedding matrices in host memory while a device computes (use_cpu_embedding), if only lookups use them. A
--- lookup copies indices to the host, the found rows to the device, and the rows' gradients back to the host. Values do
--- not change.
+-- Keeps an embedding matrix in host memory although a device computes (use_cpu_embedding). This requires that only
+-- lookups use the matrix. A lookup copies the indices to the host, the rows that it finds to the device, and the
+-- gradients of these rows back to the host. Values do not change.
 --
--- Dry runs show whether another op uses the matrix (a tied head, a slice of positions). This op fails, since its other
--- inputs are on the device. The bytes copied in a dry run and the measured rates (ps/engine/plan/rates.lua) show
--- whether the step becomes shorter. With several ranks, a matrix moves only if all ranks choose that.
+-- A dry run shows whether another op uses the matrix, such as a tied head or a slice of positions. Such an op fails,
+-- because its other inputs are on the device. The bytes that a dry run copies and the measured rates
+-- (ps/engine/plan/rates.lua) show whether the step becomes shorter. With several ranks, a matrix moves to the host only
+-- if all ranks choose this.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
@@ -15,16 +16,16 @@ local C = native.C
 
 local embed = {}
 
-local GAIN = 0.98  -- an embedding matrix moves to the host if this reduces the step's time to less than this fraction
+local GAIN = 0.98  -- a matrix moves to the host if the step then takes less than this fraction of its previous time
 
 ---@class ps.engine.Table
 ---@field name string
 ---@field module ps.nn.Embedding
 ---@field param ps.Tensor
 ---@field nbytes integer
----@field crossed integer bytes of rows that a step's lookups copy to the device; set by a dry run
+---@field crossed integer bytes of the rows that the lookups of one step copy to the device; set by a dry run
 
---- Returns whether a parameter is only the weight of one embedding.
+--- Returns whether a parameter is used only as the weight of one embedding.
 ---@param entry {places: table[]}
 ---@return boolean
 function embed.is_table(entry)
@@ -37,9 +38,9 @@ function embed.add(tables, entry, param)
   tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
 end
 
---- Returns whether the engine's embedding matrices may move to the host. Prints a note if the setting has no effect
---- here.
----@param fields {cfg: ps.Config, device: integer, host: integer} of the engine
+--- Returns whether the engine's embedding matrices may move to the host. Prints a note if the setting
+--- use_cpu_embedding has no effect.
+---@param fields {cfg: ps.Config, device: integer, host: integer} fields of the engine
 ---@param note fun(text: string)
 ---@return boolean
 function embed.wanted(fields, note)
@@ -66,8 +67,9 @@ local function set_of(list)
   return set
 end
 
--- Returns the predicted seconds of a step, without computation, if these embedding matrices are on the host. They are
--- the step's copies and updates (hybrid.lua) and the lookups' copies, during which all other work waits.
+-- Returns the predicted seconds of a step if the embedding matrices in `list` are on the host. Adds the step's copies
+-- and updates (hybrid.lua) to the copies of the lookups, during which all other work waits. Forward and backward are
+-- not included.
 local function cost(engine, tables, list, split)
   put(engine, tables, set_of(list))
   local ok, best = pcall(split)
@@ -78,7 +80,7 @@ local function cost(engine, tables, list, split)
   return seconds
 end
 
--- Chooses, one by one, the embedding matrices that shorten a step if they move to the host.
+-- Chooses the embedding matrices that shorten a step if they are on the host. Tries one matrix after another.
 local function paying(engine, tables, works, split)
   local chosen = {}
   local least = #works > 0 and cost(engine, tables, chosen, split)
@@ -90,11 +92,12 @@ local function paying(engine, tables, works, split)
   return chosen
 end
 
--- Tries in dry runs which embedding matrices can be on the host. Returns them, and true if dry runs are impossible.
+-- Finds, by dry runs, which embedding matrices can be on the host. Returns these matrices and a boolean, which is true
+-- if dry runs are impossible.
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)
-    local crossed = {}                                        -- copied bytes, by module
+    local crossed = {}                                        -- number of copied bytes, by module
     put(engine, tables, set_of(list))
     local off = hooks.on("lookup", function(module, nbytes) crossed[module] = (crossed[module] or 0) + nbytes end)
     local ok, id = pcall(dry_run)
@@ -113,8 +116,8 @@ local function possible(engine, tables, dry_run)
   return works, blind
 end
 
--- Returns the embedding matrices that all ranks chose. A rank that failed chooses none and raises its error after this
--- exchange, because the other ranks would wait for it.
+-- Returns the embedding matrices that all ranks chose. A rank that failed still takes part in this exchange, because
+-- the other ranks would wait for it. It chooses no matrix and raises its error later.
 local function agreed(engine, tables, ok, chosen)
   local set, all = set_of(ok and chosen or {}), {}
   for _, t in ipairs(tables) do if engine.ranks:least(set[t] and 1 or 0) == 1 then all[#all + 1] = t end end
@@ -124,7 +127,7 @@ end
 --- Decides, by dry runs of the first step, which embedding matrices are on the host.
 ---@param engine ps.Engine
 ---@param dry_run fun(): integer? returns nil if the step cannot be run dry
----@param split fun(): ps.engine.Split? the best split of updates with the embedding matrices where they are now
+---@param split fun(): ps.engine.Split? returns the best split of updates for the current devices of the matrices
 ---@return table<ps.engine.Table, boolean> on_host
 function embed.choose(engine, dry_run, split)
   local tables, told, blind = engine.built.tables, engine.cfg.use_cpu_embedding == true, false

@@ -1,30 +1,34 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Assigns tensors to positions in chunks, and chooses the size of chunks. Pure functions of lists of sizes: equal
--- arguments give equal results.
+-- Assigns tensors to positions in chunks, and chooses the size of chunks. All functions are pure: equal lists of sizes
+-- give equal results.
 --
--- Packing. Tensors arrive in the order of use and are divided into groups. The tensors of a group have the same dtype,
--- optimizer states and virtual stage. Besides, all of them or none train, stay on the rank once gathered, or have their
--- bytes in a file of the user. A chunk has tensors of one group only. A group has one layout for all kinds of chunks
--- (parameter, master, averages).
+-- Packing. The list of tensors is in the order of use. It is divided into groups, and a chunk has tensors of only one
+-- group. The tensors of a group have the same dtype, optimizer states and virtual stage. They are also equal in three
+-- properties: whether they train, whether they stay on the rank after a gather, and whether their bytes are in a file
+-- of the user. All kinds of chunks of a group (parameter, master, averages) have the same layout.
 --
--- A tensor goes into the newest chunk of its group if it fits, else into a new chunk. It is thus near the tensors that
--- are used next, and a fetch of the chunk brings them, too. A tensor larger than a chunk gets a separate chunk, and the
--- small tensors before and after it share a chunk. Any chunk size works.
+-- A tensor goes into the newest chunk of its group if it fits there, else into a new chunk. It is then near the tensors
+-- that are used next, and a fetch of the chunk also fetches those tensors. A tensor larger than the chunk size gets a
+-- separate chunk. The small tensors before and after it share a chunk. Packing works with any chunk size.
 --
--- Offsets are multiples of 128 elements (256 bytes of bf16). A chunk ends after its last tensor, rounded up to 2048
--- elements (4096 bytes of bf16, the unit of direct I/O). With `uniform`, only a group's last chunk is shortened, and a
--- tensor may also fill a gap in one of the `lookback` chunks before the newest.
+-- Offsets are multiples of 128 elements (256 bytes in bf16). A chunk ends where its last tensor ends, rounded up to a
+-- multiple of 2048 elements. In bf16 these are 4096 bytes, the unit of direct I/O. With `uniform`, only the last chunk
+-- of a group is shorter than the others, and a tensor may also fill a gap in one of the `lookback` chunks before the
+-- newest.
 --
--- Searching. The size with the least sum of four costs wins; of equal sums, the smallest size. Each cost is a fraction
--- of the whole:
---   waste      bytes of chunks without tensors
---   copies     each copy costs a fixed time, equal to about MOVE_COST elements of transfer: small chunks are slow
---   coarse     fast memory is allocated and freed by chunks, and on average the fraction COARSE of a working set
---              is not needed at the moment: the cost is proportional to chunk size divided by that memory
---   uneven     the bytes of the fullest of the ranks that share the chunks, relative to the mean, minus one
--- A chunk's working set is its bytes of all kinds. SETS working sets must fit into the fastest tier, so that there is
--- room to fetch ahead. Smaller memory is allowed only if everything fits into it at once. Candidates are a ladder of
--- round sizes, equal parts of the whole, and sums of neighbours in a repeated block, where chunks end at layers.
+-- Searching. The search chooses the size with the smallest sum of four costs, or the smallest such size if several have
+-- the same sum. Each cost is a fraction of the whole:
+--   waste      the bytes of chunks that no tensor uses
+--   copies     the fixed time of each copy, which is equal to the transfer of about MOVE_COST elements. This cost makes
+--              small chunks slow
+--   coarse     the memory that is allocated but not needed. Fast memory is allocated and freed in whole chunks, and on
+--              average the fraction COARSE of a working set is not needed at the moment. This cost is proportional to
+--              the chunk size divided by the size of the fast memory
+--   uneven     the bytes of the fullest of the ranks that share the chunks, divided by the mean over ranks, minus one
+-- The working set of a chunk is its bytes of all kinds together. SETS working sets must fit into the fastest tier, so
+-- that chunks can be fetched ahead. Less memory is allowed only if all chunks fit into it at once. The candidates are
+-- round sizes, equal parts of the whole, and sums of adjacent tensors in a repeated block. With such a sum, chunks end
+-- at layer boundaries.
 local caller = require "ps.core.caller"
 local share = require "ps.engine.layout.share"
 local human = require("ps.core.readable").bytes
@@ -32,16 +36,16 @@ local error = caller.error
 
 local layout = {}
 
-layout.ALIGN = 128             -- alignment of tensors' offsets, in elements
+layout.ALIGN = 128             -- tensors' offsets are multiples of this number of elements
 layout.UNIT = 2048             -- the size of a chunk is a multiple of this number of elements
 layout.SMALLEST = 1024         -- smallest chunk size that can be set, in elements
-layout.SETS = 6                -- number of working sets of chunks that must fit, so that copies can run ahead
+layout.SETS = 6                -- number of working sets that the fastest tier must hold, so that copies can run ahead
 
 local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
-local MOVE_COST = 65536        -- cost of a copy in elements; 128 KiB of bf16 are 50 us at 2.6 GB/s
+local MOVE_COST = 65536        -- fixed cost of a copy, in elements; these 128 KiB of bf16 take 50 us at 2.6 GB/s
 local COARSE = 0.25
-local FOR_A_RANK = 16          -- least number of chunks per rank, if the model is large enough
-local BLOCK_TENSORS = 32       -- in a larger block, sums of adjacent tensors begin only at the first 32 tensors
+local FOR_A_RANK = 16          -- smallest number of chunks per rank, if the model is large enough
+local BLOCK_TENSORS = 32       -- in a block of more tensors, each sum begins at one of the first 32 tensors
 
 local ELEMENT = require("ps.core.dtype").nbytes
 -- Bytes per element of a trained parameter with Adam's master, exp_avg and exp_avg_sq in fp32. The gradient of a half
@@ -55,7 +59,7 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field name? string
 ---@field states? ps.optimizers.State[] the states of its optimizer; the tensor shares chunks only with tensors that
 ---  have the same states
----@field bytes? number bytes per element in all kinds of chunks, if it trains
+---@field bytes? number bytes per element in all kinds of chunks together, if it trains
 ---@field apart? boolean true if it shares chunks only with other tensors that are `apart`
 ---@field lent? boolean true if its bytes are in a file; it shares chunks only with other tensors that are `lent`
 ---@field vstage? integer index of its virtual stage among those of this process (default 0)
@@ -68,21 +72,21 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field vstage integer
 ---@field stays? boolean value of `stays` in its entries
 ---@field states? ps.optimizers.State[] the states of its entries
----@field bytes number largest number of bytes per element among its entries, or 0 if it is unknown
+---@field bytes number largest number of bytes per element of an entry of the group, or 0 if it is unknown
 ---@field chunks integer number of chunks
----@field numel integer elements of its chunks
----@field used integer elements of its tensors
+---@field numel integer number of elements of its chunks
+---@field used integer number of elements of its tensors
 
 ---@class ps.layout.Chunk
 ---@field group integer index in Layout.groups, from 1
 ---@field index integer index within the group, from 0
----@field numel integer elements, a multiple of UNIT
----@field used integer elements of its tensors
+---@field numel integer number of elements, a multiple of UNIT
+---@field used integer number of elements of its tensors
 ---@field alone? boolean true if it holds only one tensor, which is larger than chunk_size
 ---@field tensors {index: integer, offset: integer}[] `index` in the list of entries, `offset` in elements
 
 ---@class ps.layout.Layout
----@field chunk_size integer requested size in elements, rounded up to a multiple of UNIT
+---@field chunk_size integer requested chunk size in elements, rounded up to a multiple of UNIT
 ---@field groups ps.layout.Group[] in order of first use
 ---@field chunks ps.layout.Chunk[] in order of first use
 ---@field numel integer
@@ -119,8 +123,8 @@ local function check_size(size, key)
   end
 end
 
--- Returns the chunk of `list` that has room for `need` more elements: the newest chunk, or one of the `lookback` chunks
--- before it. Returns nil if there is none.
+-- Returns a chunk of `list` that has room for `need` more elements. Searches the newest chunk first, then the
+-- `lookback` chunks before it. Returns nil if none of these chunks has room.
 local function place(list, need, capacity, lookback)
   for i = #list, math.max(1, #list - lookback), -1 do
     if list[i].fill + need <= capacity then return list[i] end
@@ -174,8 +178,8 @@ local function pack(entries, chunk_size, uniform, lookback)
   return made
 end
 
--- Packs into chunks of one size. A lookback can fill the unused tails of chunks, so this tries each lookback and keeps
--- the layout with the least waste.
+-- Packs into chunks of one size. With `uniform`, a lookback can fill the unused ends of chunks. If the caller sets no
+-- lookback, this function tries several lookbacks and keeps the layout with the least waste.
 local function pack_best(entries, chunk_size, options)
   if not options.uniform then return pack(entries, chunk_size, false, options.lookback or 0) end
   if options.lookback then return pack(entries, chunk_size, true, options.lookback) end
@@ -189,12 +193,12 @@ end
 
 local PACK = { uniform = "boolean", lookback = "whole" }
 
---- Packs tensors into chunks of `chunk_size` elements (at least SMALLEST), in order.
----@param entries ps.layout.Entry[] in the order of use, tied tensors once
+--- Packs tensors into chunks of `chunk_size` elements, in order. The size must be at least SMALLEST.
+---@param entries ps.layout.Entry[] in the order of use; a tied tensor appears once
 ---@param chunk_size integer
----@param options? {uniform?: boolean, lookback?: integer} uniform: chunks have one size, except the last chunk of a
----  group. lookback: number of chunks before the newest that may be filled (default 0; with `uniform` the value from 0
----  to 2 that wastes least)
+---@param options? {uniform?: boolean, lookback?: integer} uniform: all chunks of a group have the same size, except the
+---  last one. lookback: number of chunks before the newest that may be filled (default 0; with `uniform` the value from
+---  0 to 2 that wastes least)
 ---@return ps.layout.Layout
 function layout.pack(entries, chunk_size, options)
   check_entries(entries)
@@ -202,7 +206,7 @@ function layout.pack(entries, chunk_size, options)
   return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
---- Returns the bytes per element that an update needs at once, in all kinds of chunks together.
+--- Returns the bytes per element that an update needs at once, summed over all kinds of chunks.
 ---@param group {dtype: string, trains: boolean, bytes?: number} a group or an entry
 ---@param trained? number bytes per element if the group trains (default 14 in a half dtype, 16 in fp32)
 ---@return number
@@ -215,14 +219,14 @@ end
 -- -- search ---------------------------------------------------------------------------------------------------------
 
 ---@class ps.layout.Row
----@field size integer elements per chunk
+---@field size integer chunk size in elements
 ---@field layout ps.layout.Layout
 ---@field waste_share number
----@field bytes number total of all chunks of all kinds
----@field bytes_per_param number including waste
----@field set_bytes number the largest working set of a chunk that is not `alone`
----@field alone_bytes number the largest working set of a chunk that is `alone` (0 if there is none)
----@field copies number cost described at the top of this file, like `coarse` and `uneven`
+---@field bytes number total size in bytes of all chunks of all kinds
+---@field bytes_per_param number bytes per parameter element, including waste
+---@field set_bytes number size in bytes of the largest working set of a chunk that is not `alone`
+---@field alone_bytes number size in bytes of the largest working set of a chunk that is `alone` (0 if there is none)
+---@field copies number a cost, which the top of this file describes, like `coarse` and `uneven`
 ---@field coarse number
 ---@field uneven number
 ---@field score number waste_share + copies + coarse + uneven
@@ -248,7 +252,7 @@ local function judge(entries, size, options)
   local made = pack_best(entries, size, options)
   local row = { size = made.chunk_size, layout = made, waste_share = made.waste_share, bytes = 0, set_bytes = 0,
     alone_bytes = 0 }
-  local squares = 0  -- sum over chunks of elements times bytes of the working set
+  local squares = 0  -- sum over all chunks of (elements of the chunk) * (bytes of its working set)
   for _, chunk in ipairs(made.chunks) do
     local set = chunk.numel * layout.state_bytes(made.groups[chunk.group], options.state_bytes)
     row.bytes, squares = row.bytes + set, squares + chunk.numel * set
@@ -272,9 +276,9 @@ local function judge(entries, size, options)
   return row
 end
 
--- Returns the repeated blocks of a model, each as the list of its entries' elements. A block is a run of entries whose
--- names are equal up to the first number ("h.0.", "h.1.", ...). Among blocks with the same total, only the first is
--- listed.
+-- Returns the repeated blocks of a model. Each block is a list of its entries' numbers of elements. A block is a run of
+-- entries whose names are equal up to the first number ("h.0.", "h.1.", ...). If several blocks have the same total,
+-- only the first one is returned.
 local function blocks_of(entries)
   local blocks, last, seen = {}, nil, {}
   for _, entry in ipairs(entries) do
@@ -300,7 +304,7 @@ end
 local function candidates(entries, min, max)
   local sizes, seen, total = {}, {}, 0
   for _, entry in ipairs(entries) do total = total + math.max(ALIGN, round_up(entry.numel, ALIGN)) end
-  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- any larger size makes one chunk, too
+  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- a larger size would also make only one chunk
   local function add(size)
     size = round_up(size, UNIT)
     if size >= min and size <= max and not seen[size] then
@@ -331,8 +335,8 @@ local function candidates(entries, min, max)
   return sizes
 end
 
--- Returns the range of sizes to try. It begins below the usual smallest size if that size leaves no room to fetch
--- ahead, or too few chunks per rank.
+-- Returns the smallest and the largest size to try. The smallest size is less than usual if the usual size leaves no
+-- room to fetch ahead, or makes too few chunks per rank.
 local function range(entries, options)
   local min, max = options.min or MI, options.max or 64 * MI
   if (options.ranks or 1) > 1 and not options.min then
@@ -368,8 +372,8 @@ local function check_options(options)
 end
 
 ---@class ps.layout.Options
----@field capacity? number bytes for chunks in the fastest tier, or nil if everything fits
----@field state_bytes? number bytes per trained element in all kinds of chunks (default 14, fp32 16)
+---@field capacity? number bytes of the fastest tier that chunks may use, or nil if everything fits
+---@field state_bytes? number bytes per trained element in all kinds of chunks together (default 14, or 16 in fp32)
 ---@field min? integer elements (default 1 Mi, or less if `capacity` or `ranks` requires it)
 ---@field max? integer elements (default 64 Mi)
 ---@field sizes? integer[] the only sizes to try
@@ -379,8 +383,8 @@ end
 ---@field ranks? integer number of ranks among which the chunks are shared (default 1)
 
 ---@class ps.layout.Search
----@field chosen ps.layout.Row the best feasible size, or the smallest size if none is feasible; `feasible` and `why`
----  tell which
+---@field chosen ps.layout.Row the best feasible size, or the smallest size if none is feasible; its fields `feasible`
+---  and `why` say whether it is feasible
 ---@field rows ps.layout.Row[] all sizes that were tried, in order of size
 
 --- Tries chunk sizes and chooses one.
