@@ -7,9 +7,9 @@
 --     optimizer:step()
 --   end
 --
--- The gradient is that of the batch's mean loss, since each micro-batch is weighted by its targets. Random numbers do
--- not depend on the slices: dropout counts samples by their position in the whole batch. engine/step/loops.lua performs
--- the iterations.
+-- The step's gradient is the gradient of the batch's mean loss, because each micro-batch is weighted by its targets.
+-- Random numbers do not depend on the slices, because dropout counts samples by their position in the whole batch.
+-- engine/step/loops.lua performs the iterations.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
@@ -27,7 +27,8 @@ local function is_options(value)
   return type(value) == "table" and getmetatable(value) == nil and #value == 0
 end
 
--- Parses the arguments of micro_batches. Returns the options, the loader or nil, and the batch (a list with n) or nil.
+-- Parses the arguments of micro_batches. Returns the options, the loader or nil, and the batch or nil. The batch is a
+-- list with its length in the field `n`.
 local function request(...)
   local given = { n = select("#", ...), ... }
   local first = given[1]
@@ -53,8 +54,8 @@ local function drawn(loader, number, count)
   return given
 end
 
--- Returns the number of micro-batches for a batch of `rows` rows, equal on all ranks. Without a configured number, a
--- micro-batch has train_micro_batch_size_per_gpu rows, or one row.
+-- Returns the number of micro-batches for a batch of `rows` rows. It is equal on all ranks. If the configuration sets
+-- no number, a micro-batch has train_micro_batch_size_per_gpu rows, or one row if this setting is absent, too.
 local function count_of(engine, rows, trains)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
@@ -87,7 +88,7 @@ end
 local Loop = {}
 Loop.__index = Loop
 
---- Returns the next micro-batch's output, or nil after the last.
+--- Returns the next micro-batch's output, or nil after the last micro-batch.
 ---@return table? out
 function Loop:__call()
   local out
@@ -115,12 +116,13 @@ function Loop:draw()
   return self.given
 end
 
---- Restores the sample index when the loop has ended. It is called once.
+--- Restores the sample index. Called once, when the loop has ended.
 function Loop:left()
   if self.sample then random.state().sample = self.sample end
 end
 
--- Creates a loop over slices of a batch. If the rows do not divide evenly, the first micro-batches have one row more.
+-- Creates a loop over slices of a batch. If the rows do not divide evenly, each of the first micro-batches has one row
+-- more than the others.
 local function split_rows(self, given)
   local engine, rng = self.engine, random.state()
   local rows = batch.rows(engine.module, given)
@@ -137,16 +139,17 @@ local function split_rows(self, given)
   return self
 end
 
---- Returns a loop over a step's micro-batches: `for out in model:micro_batches(x, y) do`. The arguments are x and y
---- (y[i] is the target of x[i]), one table with names ({ input_ids =, labels =, ... }), or a loader, from which it
---- reads one batch per micro-batch. A step has gradient_accumulation_steps micro-batches, or fewer if the batch has
---- fewer rows. Without that setting, a micro-batch has train_micro_batch_size_per_gpu rows, or one row.
+--- Returns a loop over a step's micro-batches: `for out in model:micro_batches(x, y) do`. The batch can be given in
+--- three ways: as x and y, where y[i] is the target of x[i]; as one table with names ({ input_ids =, labels =, ... });
+--- or as a loader, from which the loop reads one batch per micro-batch. A step has gradient_accumulation_steps
+--- micro-batches, or fewer if the batch has fewer rows. Without that setting, a micro-batch has
+--- train_micro_batch_size_per_gpu rows, or one row.
 ---
 --- Call model:backward(out.loss), or out.loss:backward(), in each iteration, and optimizer:step() after the loop.
---- out.loss is the micro-batch's mean loss, and the step's gradient is that of the mean over all targets. In ps.no_grad
---- the loop runs only forwards. All ranks must call it.
----@param ... any x, y, or a batch by names, or a loader; then optionally {gather?: boolean}. With `gather`, all ranks
---- get the tensors other than the loss, such as out.logits; otherwise only the ranks that computed them do
+--- out.loss is the mean loss of the micro-batch. The step's gradient is the gradient of the mean over all targets of
+--- the step. In ps.no_grad the loop runs only forwards. All ranks must call this function.
+---@param ... any x, y, or a batch by names, or a loader; then optionally {gather?: boolean}. If `gather` is true, all
+--- ranks get the tensors other than the loss, such as out.logits; otherwise only the ranks that computed them get them
 ---@return fun(): table? turns
 function micro.batches(engine, ...)
   engine = handle.own(engine, "micro_batches")

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loads a model's state in an engine of several ranks. A state has all tensors, or only those that this rank owns, like
--- the result of model:state_dict(). Only the first rank's state has the buffers that all ranks share, so the first rank
--- sends them to the other ranks.
+-- Loads a model's state in an engine of several ranks. A state has either all tensors, or only the tensors that this
+-- rank owns, like the result of model:state_dict(). Only the first rank's state has the buffers that all ranks share,
+-- so the first rank sends them to the other ranks.
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
 local agree = require "ps.dist.agree"
@@ -10,8 +10,9 @@ local step = require "ps.engine.step"
 
 local own_state = {}
 
--- Returns the groups of ranks in which only the first rank's state has buffers: the ranks that share the state, and the
--- stages of a pipeline. everywhere: the group exchanges only buffers that all stages have.
+-- Returns the groups of ranks in which only the first rank's state has buffers. These groups are the ranks that share
+-- the state, and the stages of a pipeline. A group with the field `everywhere` exchanges only buffers that all stages
+-- have.
 local function groups(engine)
   local list = {}
   if engine.ranks and engine.zero_stage > 0 then list[1] = { group = engine.ranks.dp } end
@@ -41,7 +42,7 @@ local function sent(engine)
   return names
 end
 
--- Sends the buffers that are missing in some rank's state.
+-- In each group, sends the buffers that are missing in some rank's state.
 local function share(engine, has)
   for _, at in ipairs(groups(engine)) do
     local list = at.group and buffers(engine, at.everywhere) or {}
@@ -63,7 +64,7 @@ local function merged(options, elsewhere)
   return more
 end
 
--- Returns a function that says whether a state, a table or an open file, contains a name.
+-- Returns a function that tells whether a state contains a name. The state is a table or an open file.
 local function holder(state)
   if not state.read_into then return function(name) return state[name] ~= nil end end
   local set = {}
@@ -71,8 +72,8 @@ local function holder(state)
   return function(name) return set[name] end
 end
 
---- Loads a state into the module of an engine. All ranks must call it. An error on one rank is raised on all ranks. A
---- state with the field `whole` is an exception: its reader compares the ranks.
+--- Loads a state into the module of an engine. All ranks must call it. An error on one rank is raised on all ranks. An
+--- exception is a state with the field `whole`, whose reader itself compares the ranks.
 ---@param engine ps.Engine
 ---@param state table<string, ps.Tensor>|table a table of tensors or an open file
 ---@param options? {strict?: boolean, check_only?: boolean}
@@ -95,7 +96,8 @@ function own_state.load(engine, state, options)
 end
 
 -- -- saving -----------------------------------------------------------------------------------------------------------
----@type table<table, {engine: ps.Engine, have: integer, all: integer}> the partial states
+---@type table<table, {engine: ps.Engine, have: integer, all: integer}> by partial state: the number of its tensors
+--- (have), and the number of tensors of the whole state (all)
 local parts = setmetatable({}, { __mode = "k" })
 
 local function count(state)
@@ -115,7 +117,7 @@ function own_state.keep(engine, state)
   if have < all then parts[state] = { engine = engine, have = have, all = all } end
 end
 
--- Returns the entry in `parts` for the value or for one of its fields, or nil.
+-- Returns the entry of `parts` for the value or for one of its fields. Returns nil if there is no entry.
 local function part_in(value)
   if type(value) ~= "table" then return nil end
   if parts[value] then return parts[value] end
@@ -124,8 +126,8 @@ local function part_in(value)
   end
 end
 
--- Rank 0 prints a note if ranks save partial states to a file whose name contains no rank. The script means to save the
--- whole model, or the ranks overwrite each other's file.
+-- Rank 0 prints a note if ranks save partial states to a file whose name contains no rank. In this case, either the
+-- script means to save the whole model, or the ranks overwrite each other's file.
 hooks.on("saves", function(value, path)
   local part, rank = part_in(value), mesh.env() and mesh.env().rank or 0
   if not part or rank > 0 or path:match("[^/]*$"):find "0" then return end

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Chooses the owner of each chunk if ranks share chunks (ZeRO, src/zero/shard.h). In the order of the layout, each
--- chunk goes to the rank with the fewest bytes so far: if chunks are equal, chunk k goes to rank k mod N. Adjacent
--- chunks, at most one per rank, form a stripe, which is gathered or reduced at once. Pure functions: all ranks get the
--- same result.
+-- Chooses the owner of each chunk if ranks share chunks (ZeRO, src/zero/shard.h). Chunks are assigned in the order of
+-- the layout. Each chunk goes to the rank that has the fewest bytes so far. If all chunks are equal, chunk k thus goes
+-- to rank k mod N. A stripe consists of adjacent chunks, at most one per rank, which are gathered or reduced together.
+-- The functions are pure, so all ranks get the same result.
 
 local share = {}
 
@@ -34,9 +34,9 @@ end
 
 --- Assigns rows to ranks.
 ---@param rows {group: integer, numel: integer}[] in the order of the layout
----@param size integer ranks
+---@param size integer number of ranks
 ---@param weight fun(row: table): number bytes that a row costs its owner
----@param bytes? number[] bytes that each rank has already, by rank from 1 (default: none); the result replaces them
+---@param bytes? number[] bytes that each rank has already, by rank from 1 (default: none); updated with the new rows
 ---@return ps.Share
 function share.out(rows, size, weight, bytes)
   local made = { owner = {}, bytes = bytes or {} }
@@ -51,7 +51,7 @@ function share.out(rows, size, weight, bytes)
   return made
 end
 
---- Returns by which fraction of the mean the fullest rank's bytes exceed the mean over ranks.
+--- Returns by how much the bytes of the fullest rank exceed the mean over ranks, as a fraction of the mean.
 ---@param made ps.Share
 ---@return number
 function share.imbalance(made)

@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Splits a layout (layout/pack.lua) into smaller chunks. The tensors of a chunk are divided, in order, among several
--- chunks with the same owner. A chunk that is small enough, or holds one tensor, is not split. Pure functions: all
--- ranks get the same result.
+-- Splits a layout (layout/pack.lua) into smaller chunks. The tensors of a large chunk are divided, in order, among
+-- several chunks with the same owner. A chunk is not split if it is small enough or holds only one tensor. The
+-- functions are pure, so all ranks get the same result.
 local pack = require "ps.engine.layout.pack"
 
 local split = {}
 
 local UNIT = pack.UNIT
-local AT_MOST = 0.75  -- largest fraction for the next size, so that few tries reach any size
+local AT_MOST = 0.75  -- largest ratio of the next size to the present size, so that few tries reach any size
 
---- Returns the next size to try: the fraction `share` (at most AT_MOST) of the largest chunk that can be split. Returns
---- nil if no chunk can be split.
+--- Returns the next chunk size to try: the size of the largest chunk that can be split, times `share`, but at most
+--- times AT_MOST. Returns nil if no chunk can be split.
 ---@param made ps.layout.Layout
 ---@param share number the fraction of an op's chunks for which there is room
 ---@return integer?
@@ -28,7 +28,7 @@ end
 ---@param chunk ps.layout.Chunk
 ---@param group ps.layout.Group the group in the new layout; counts the new chunks
 ---@param tensors {index: integer}[] entries of chunk.tensors, in order
----@param numel integer[] elements of the tensors, by their `index` in chunks
+---@param numel integer[] number of elements of each tensor, by the tensor's `index` in chunks
 ---@param size integer elements, a multiple of UNIT
 ---@return ps.layout.Chunk[]
 function split.pieces(chunk, group, tensors, numel, size)
@@ -46,10 +46,10 @@ function split.pieces(chunk, group, tensors, numel, size)
   return made
 end
 
---- Splits chunks of more than `size` elements. An unsplit chunk keeps its Lua table. New chunks have the owner of the
---- old chunk.
+--- Splits chunks of more than `size` elements. A chunk that is not split keeps its Lua table. New chunks have the owner
+--- of the old chunk.
 ---@param made ps.layout.Layout
----@param numel integer[] elements of the tensors, by their `index` in chunks
+---@param numel integer[] number of elements of each tensor, by the tensor's `index` in chunks
 ---@param size integer elements, a multiple of UNIT
 ---@return ps.layout.Layout
 function split.chunks(made, numel, size)

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Gives the model a new layout after frozen parameters were thawed: before the next step (engine/plan/begin.lua), or
--- before a checkpoint is saved or loaded. Chunks that train, and a chunk of the parameters that are still frozen,
--- replace each chunk with thawed parameters. Other chunks stay where they are. A thawed parameter's master begins with
--- its value, and its optimizer state with zeros. All ranks make the same layout, which depends only on the old layout
--- and the parameters.
+-- Gives the model a new layout after frozen parameters were thawed. This happens before the next step
+-- (engine/plan/begin.lua), or before a checkpoint is saved or loaded. Each chunk with thawed parameters is replaced by
+-- chunks that train and by a chunk with its parameters that are still frozen. Other chunks do not move. The master of a
+-- thawed parameter starts with the parameter's value, and its optimizer state with zeros. All ranks make the same
+-- layout, because it depends only on the old layout and on the parameters.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local native = require "ps.core.ffi"
@@ -27,7 +27,8 @@ local thaw = {}
 
 local info = ffi.new("ps_tier_info")
 
--- Returns pack.pack's entries for this rank's thawed parameters, in the order of the layout, and the parameters' rows.
+-- Returns two lists for this rank's thawed parameters, in the order of the layout: the entries for pack.pack, and the
+-- rows of the parameters.
 local function entries_of(engine, thawed, where)
   local built, group_of, tables, entries, rows = engine.built, {}, {}, {}, {}
   for _, chunk in ipairs(built.layout.chunks) do
@@ -45,7 +46,7 @@ local function entries_of(engine, thawed, where)
   return entries, rows
 end
 
--- Assigns each new chunk that trains to the rank that has the fewest bytes that train.
+-- Assigns each new chunk that trains to the rank whose trained chunks have the fewest bytes.
 local function share_out(plan, fresh, shards, state_bytes)
   if not shards then return end
   local bytes = {}
@@ -60,7 +61,7 @@ local function share_out(plan, fresh, shards, state_bytes)
   for i, chunk in ipairs(fresh) do chunk.owner = made.owner[i] end
 end
 
--- Returns the chunks of the parameters of `chunk` that are still frozen. The first one keeps the index of `chunk`.
+-- Returns chunks for the parameters of `chunk` that are still frozen. The first of them keeps the index of `chunk`.
 local function still_frozen(chunk, group, thawed, numel, size)
   local frozen = {}
   for _, at in ipairs(chunk.tensors) do if not thawed[at.index] then frozen[#frozen + 1] = at end end

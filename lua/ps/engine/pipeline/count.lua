@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Counts the costs of a model's parts (ps.nn.parts) in one forward of the whole model on meta. The costs are the
--- floating-point operations of forward and of both halves of backward, bytes, the number of dropouts, and the tensors
--- that a part passes to the next part. Nothing is computed, so models of any size can be counted, with or without data.
+-- Counts the costs of a model's parts (ps.nn.parts) in one forward of the whole model on the device "meta". The costs
+-- of a part are the floating-point operations of its forward and of both halves of its backward, its bytes, the number
+-- of its dropouts, and the tensors that it passes to the next part. Nothing is computed, so models of any size can be
+-- counted, with or without data.
 --
--- As in ps_op_cost, the multiplications and additions of products and attention count. Backward is split as in
--- schedules: INPUT computes the gradients of a part's inputs, and WEIGHT the gradients of its parameters. For each
--- input that requires a gradient, a product costs as much in backward as in forward. Attention's backward costs two and
--- a half times its forward, since it computes the scores again.
+-- As in ps_op_cost, the multiplications and additions of products and of attention count. Backward has the two halves
+-- that schedules use: INPUT computes the gradients of a part's inputs, and WEIGHT the gradients of its parameters. For
+-- each input that requires a gradient, a product costs as much in backward as in forward. The backward of attention
+-- costs 2.5 times as much as its forward, because it computes the scores again.
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
@@ -26,19 +27,19 @@ local count = {}
 ---@class ps.engine.PartCost
 ---@field name string
 ---@field forward number floating-point operations of its forward for one micro-batch
----@field input number operations for the gradients of its inputs
----@field weight number operations for its parameters' gradients
----@field numel integer elements of its parameters
----@field nbytes integer bytes of its parameters, in the dtypes that they compute in
+---@field input number floating-point operations for the gradients of its inputs
+---@field weight number floating-point operations for the gradients of its parameters
+---@field numel integer number of elements of its parameters
+---@field nbytes integer size in bytes of its parameters, in the dtypes in which they compute
 ---@field activations integer bytes that its forward keeps for its backward, including its outputs; 0 if it frees more
 --- bytes of other parts than it keeps
----@field dropouts integer number of ops that draw dropout masks
----@field first_dropout integer number of dropouts in the parts before it
+---@field dropouts integer number of its ops that draw dropout masks
+---@field first_dropout integer number of dropouts in all parts before it
 ---@field trains boolean whether one of its parameters trains
----@field carry ps.engine.Carry[] the tensors that it passes to the next part; empty for the last
----@field carry_nbytes integer
+---@field carry ps.engine.Carry[] the tensors that it passes to the next part; empty for the last part
+---@field carry_nbytes integer size in bytes of these tensors
 ---@field out? ps.engine.Carry[] outputs of the last part; nil in other parts
----@field uses string[] names of the parameters and buffers that its ops read, each the first name of a tied tensor
+---@field uses string[] names of the parameters and buffers that its ops read; a tied tensor has its first name
 ---@field region? {on: boolean, shape: integer[]} the state of the tensor-parallel region before the part
 
 ---@class ps.engine.Carry
@@ -59,7 +60,8 @@ local function storage_of(t) return tonumber(native.ffi.cast("uintptr_t", t.stor
 
 local function size(t, d) return tonumber(t.shape_[d < 0 and t.ndim + d or d]) end
 
--- Adds a product of `flops` operations. Each of the given inputs that requires a gradient adds `flops` to backward.
+-- Adds a product of `flops` operations to a cost. Each given input that requires a gradient adds `flops` operations to
+-- backward.
 local function product(cost, flops, ...)
   cost.forward = cost.forward + flops
   for i = 1, select("#", ...) do
@@ -81,16 +83,17 @@ local function attention(cost, flops, ...)
   end
 end
 
--- Functions that add the operations of an op with inputs `x` (from 0) and attributes `a` to a cost, by op name. flops:
--- ps_op_cost for the outputs that Lua gets, so an lm_loss that computes gradients in its forward counts as one product.
--- An op with the flag PRODUCT in ops.def counts as one product of its first two inputs.
+-- Functions that add the operations of an op to a cost, by op name. Their arguments are the cost, `flops`, the op's
+-- inputs `x` (from 0) and its attributes `a`. `flops` is the result of ps_op_cost for the outputs that Lua gets. An
+-- lm_loss that computes gradients in its forward therefore counts as one product. An op with the flag PRODUCT in
+-- ops.def counts as one product of its first two inputs.
 local COSTS = {
   mlp = function(cost, flops, x, a)                                               -- [N, I] -> [N, H] -> [N, O]
     local inner, outer = size(x[0], -1), size(x[3], a.out_in ~= 0 and 0 or 1)
     local first = flops * inner / (inner + outer)
     product(cost, first, x[0], x[1])
     product(cost, flops - first, x[3])
-    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops - first end   -- second input
+    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops - first end   -- input of the second product
   end,
   attention = function(cost, flops, x) attention(cost, flops, x[0], x[1], x[2]) end,
   attention_packed = function(cost, flops, x) attention(cost, flops, x[0]) end,
@@ -126,8 +129,8 @@ function Watch:empty() end                                                      
 function Watch:copied() end                                                       -- luacheck: ignore 212
 
 -- -- models ---------------------------------------------------------------------------------------------------------
---- Replaces tensors of modules by zeros. fp32 parameters get the dtype in which they compute. The returned function
---- put_back restores the old tensors.
+--- Replaces tensors of modules by zeros. An fp32 parameter gets zeros of the dtype in which it computes. The returned
+--- function put_back restores the old tensors.
 ---@param places ps.nn.PartTensor[]
 ---@param device string
 ---@param precision? string
@@ -174,7 +177,7 @@ local function used()
   return views.memory("meta").used
 end
 
--- Returns the carry of a part as a list sorted by name, and its bytes.
+-- Returns the carry of a part as a list that is sorted by name, and its size in bytes.
 local function carry_of(part, carry)
   if type(carry) ~= "table" then
     error(("part %s returned a %s; a part's forward must return a table of tensors"):format(part.name, type(carry)), 0)
@@ -238,8 +241,8 @@ function count.first_names(module, key_of)
   return name_of
 end
 
--- Runs one forward of all parts. Measures the bytes that a part keeps, if its index is in `measured`, by collecting
--- garbage before and after the part.
+-- Runs one forward of all parts. If the index of a part is in `measured`, also measures the bytes that the part keeps,
+-- by collecting garbage before and after it.
 local function pass(module, args, measured, cached)
   local list, rng = parts.of(module), random.state()
   local watch = setmetatable({ name_of = count.first_names(module, storage_of), used = {} }, Watch)
@@ -265,8 +268,8 @@ local function pass(module, args, measured, cached)
   return costs
 end
 
--- Measures only the first part of each kind: most parts of a model are equal, and collecting a large model's garbage is
--- slow.
+-- Counts the costs of all parts. Measures kept bytes only for the first part of each kind, because most parts of a
+-- model are equal and collecting a large model's garbage is slow.
 local function run(module, args, carries, cached)
   local list, costs = parts.of(module), pass(module, args, {}, cached)
   if carries then return costs end
@@ -287,13 +290,13 @@ end
 ---@param module ps.nn.Module with parts()
 ---@param args any[] the model's arguments: tensors with a micro-batch's shapes, on any device
 ---@param precision? "fp32"|"bf16"|"fp16" the dtype in which fp32 parameters compute (default fp32)
----@param carries? boolean if true, counts the tensors between parts, but not `activations`, which require a garbage
----  collection before and after each part
+---@param carries? boolean if true, counts the tensors between parts, but not `activations`. Measuring `activations`
+---  requires a garbage collection before and after each part
 ---@param cached? boolean if true, counts a step of generate with cached keys and values (the batch has cached = true).
 ---  Requires `carries`
 ---@return ps.engine.PartCost[]
 function count.parts(module, args, precision, carries, cached)
-  parts.of(module)                                         -- raises errors in the list of parts before count.stand_in
+  parts.of(module)                      -- raises an error about a wrong list of parts before tensors are replaced
   local put_back = count.stand_in(count.places_of(module), "meta", precision)
   local restore, was = random_state.keep(), native.recorder
   local ok, result = pcall(scope.scope, scope.enable_grad, run, module, args, carries, cached)

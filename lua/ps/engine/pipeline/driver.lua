@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The driver of a model that is cut into stages: runs loops over the micro-batches of a step or an evaluation, and the
--- forwards of generate, at the pace of the script. A pipeline runs one loop or forward at a time, and its ranks check
--- that all of them begin the same one. engine/step/table.lua describes the interface, and engine/pipeline/row.lua runs
--- a row of actions.
+-- The driver of a model that is cut into stages. It runs the loops over the micro-batches of a step or of an
+-- evaluation, and the forwards of generate, at the pace of the script. A pipeline runs one loop or forward at a time.
+-- Its ranks check that all of them begin the same loop or forward. engine/step/table.lua describes the interface of
+-- drivers, and engine/pipeline/row.lua runs a row of actions.
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local module_hooks = require "ps.nn.hooks"
@@ -27,8 +27,8 @@ local FORWARD = C.PS_ACT_FORWARD
 local Driver = { in_loops = true }
 Driver.__index = Driver
 
--- Functions that perform an action in Lua, by kind. C performs all other actions. v, micro: the virtual stage and the
--- micro-batch, from 0.
+-- Functions that perform an action in Lua, by the action's kind. C performs all other actions. `v` is the virtual stage
+-- and `micro` is the micro-batch, both from 0.
 Driver.work = {
   [FORWARD] = function(engine, v, micro) return engine.run(engine.driver.forward, engine.driver, v, micro) end,
   [C.PS_ACT_NORM] = table_driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = table_driver.work[C.PS_ACT_UPDATE],
@@ -49,7 +49,8 @@ function Driver:forward(v, micro) return self.pipe:forward(v, micro) end
 function Driver:fingerprint() return self.pipe:fingerprint() end
 
 -- -- performing a row -------------------------------------------------------------------------------------------------
--- Returns the next event of the row (Pipe:next). Before it, C performs backwards, weight gradients and reductions.
+-- Returns the next event of the row (Pipe:next). C first performs the backwards, weight gradients and reductions that
+-- the row has before this event.
 local function next_event(engine, s, pipe)
   local report = engine.report
   local ok, kind, v, micro = pcall(pipe.next, pipe)
@@ -66,8 +67,8 @@ local function resume(engine, pipe, factor)
   if not ok then actions.fail(engine, problem) end
 end
 
--- Performs the row up to the next yield. Returns the yield's micro-batch, from 0, or nil if the row has ended. before:
--- called before each forward.
+-- Performs the row up to the next yield. Returns the micro-batch of the yield, from 0, or nil if the row has ended.
+-- `before` is called before each forward.
 local function advance(self, dry, before)
   local engine, pipe = self.engine, self.pipe
   local s, report = state.of(engine), not dry and engine.report
@@ -141,20 +142,20 @@ end
 
 local SECOND = "a loop over micro-batches began within another loop"
 
--- Describes a loop over a pipeline, for errors. The text mentions `gather`, since ranks with gather would wait for
+-- Describes a loop over a pipeline, for errors. The text mentions `gather`, because ranks with `gather` would wait for
 -- ranks without it.
 local function said(what, loop)
   return ("%s of %d micro-batches%s"):format(what, loop.count, loop.gather and " with gather = true" or "")
 end
 
--- Rejects hooks of the whole model, since no stage calls the whole model.
+-- Raises an error if the whole model has hooks, because no stage calls the whole model.
 local function check_hooks(engine)
   if not module_hooks.has(engine.module) then return end
   caller.error(("%s has hooks, and a pipeline never calls the whole model: register them on modules of its parts")
     :format(engine.module.class_name))
 end
 
--- Begins a step: passes the micro-batches of the step's loop to the pipeline.
+-- Begins a step. Passes the micro-batches of the step's loop to the pipeline.
 local function enter(self, loop)
   local engine, pipe = self.engine, self.pipe
   check_free(self, SECOND)
@@ -167,7 +168,7 @@ end
 
 function Driver:compare(what) self.pipe:compare_begin(what) end
 
---- Raises an error if generate is called within a loop over micro-batches, or if another rank begins something else.
+--- Raises an error if generate is called within a loop over micro-batches, or if another rank begins another call.
 function Driver:begin_generate()
   check_free(self, "model:generate was called within a loop over micro-batches")
   self.pipe:compare_begin "generate"
@@ -212,11 +213,11 @@ function Driver:look(loop)
   end)
 end
 
---- Runs a forward of all stages for generate. All rows form one micro-batch, since products of fewer rows have
---- different bits on the CPU. All ranks must call it.
+--- Runs a forward of all stages for generate. All rows form one micro-batch, because on the CPU a product of fewer rows
+--- has a result with different bits. All ranks must call it.
 ---@param ids ps.Tensor int [R, n], on the device
 ---@param given table the batch that the parts read, including ids
----@return table<string, ps.Tensor>? output of the last part on the rank of the last stage, nil on other ranks
+---@return table<string, ps.Tensor>? output of the last part, on the rank of the last stage; nil on other ranks
 function Driver:once(ids, given)
   local pipe, rng, args = self.pipe, random.state(), { n = 1, ids }
   pipe:load { n = 1, [0] = { given = args, args = args, number = 0, sample = tonumber(rng.sample),

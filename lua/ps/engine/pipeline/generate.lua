@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- model:generate for a model that is cut into stages, or whose layers ranks share. All ranks call it with the same
--- request and get the same ids. ps/pretrained/generate.lua runs on every rank with a stand-in for the model, which has
--- the module's fields and the functions below.
+-- model:generate for a model that is cut into stages, or whose layers are shared by several ranks. All ranks call it
+-- with the same request and get the same ids. ps/pretrained/generate.lua runs on every rank with a stand-in for the
+-- model. The stand-in has the module's fields and the functions below.
 --
--- In a pipeline, each token needs a forward through the stages. Each stage keeps the keys and values of its own layers.
--- All ranks receive the last stage's logits and choose the same token. Ranks that share layers keep the keys and values
--- of their own heads, and the head returns the logits on every rank.
+-- In a pipeline, each token needs a forward through all stages. Each stage keeps the keys and values of its own layers.
+-- All ranks receive the logits of the last stage and choose the same token. Ranks that share layers keep the keys and
+-- values of their own attention heads, and the model's output layer returns the logits on every rank.
 local create = require "ps.tensor.create"
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
@@ -31,7 +31,7 @@ local function next_logits(engine, ids, at)
   return pipe.group:broadcast(logits, pipe.stages.ranks[pipe.n])
 end
 
--- Returns the groups of ranks that must advance together, one group of each kind per rank. ZeRO stage 3 gathers
+-- Returns the groups of ranks that must advance together. A rank is in one group of each kind. ZeRO stage 3 gathers
 -- parameters among ranks with different rows, so these ranks must advance together, too.
 local function groups_of(engine)
   if engine.zero_stage == 3 then return { mesh.group "world" } end
@@ -41,7 +41,7 @@ local function groups_of(engine)
 end
 
 -- Runs call(group, fn) with the first group. For each further group, runs `call` with a function that makes the
--- previous call. All ranks of all groups thus get the same result.
+-- previous call. In this way, all ranks of all groups get the same result.
 local function among(groups, call, fn)
   for _, group in ipairs(groups) do
     local inner = fn

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Measures the seconds that a model's parts (ps.nn.parts) take on a device. One part of each kind runs forward and
--- backward a few times, with zeros as its tensors: the time of a product does not depend on values. Only one part's
--- tensors are in memory at a time.
+-- backward a few times. Its tensors contain zeros, because the time of a product does not depend on values. Only one
+-- part's tensors are in memory at a time.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local count = require "ps.engine.pipeline.count"
@@ -12,7 +12,7 @@ local process = require "ps.core.process"
 
 local measure = {}
 
-local TIMES = 3                           -- runs per part; the fastest counts
+local TIMES = 3                           -- runs per part; the time of the fastest run is the result
 
 -- Waits until the device has finished all its work.
 local function wait(t)
@@ -25,8 +25,8 @@ local function zeros(like, device)
   return t
 end
 
--- Returns the seconds of a part's forward and of its backward. `from` describes the tensors that the part receives
--- (ps.engine.Carry[]).
+-- Returns the seconds of a part's forward and the seconds of its backward. `from` describes the tensors that the part
+-- receives (ps.engine.Carry[]).
 local function run(part, from, batch, device)
   local carry = {}
   for _, like in ipairs(from) do carry[like.name] = zeros(like, device) end
@@ -43,7 +43,7 @@ local function run(part, from, batch, device)
   return middle - begin, process.now() - middle
 end
 
--- Returns the key of a part's kind. Parts with the same counted costs are of one kind, which is measured once.
+-- Returns the key of a part's kind. Parts with the same counted costs are of the same kind, which is measured once.
 local function kind_of(cost)
   return ("%.17g %.17g %.17g %d"):format(cost.forward, cost.input, cost.weight, cost.numel)
 end
@@ -86,8 +86,8 @@ local function measured(module, costs, args, device, precision)
   return all
 end
 
---- Measures the seconds of a model's parts. The model may be without data. A backward's seconds are split in proportion
---- to its counted operations.
+--- Measures the seconds of a model's parts. The model may be without data. The seconds of a backward are divided
+--- between `input` and `weight` in proportion to their counted operations.
 ---@param module ps.nn.Module
 ---@param costs ps.engine.PartCost[] the result of count.parts for these arguments
 ---@param args any[] the model's arguments, of which only the shapes matter
