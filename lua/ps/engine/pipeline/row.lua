@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs a step of a model that is cut into stages, on one rank. The rank's row in the schedule's table gives the order
--- in which its virtual stages run forward and backward. C performs the row (src/pipe/exec.c): transfers, delayed weight
--- gradients, and reductions. This file runs the model's code in between. engine/pipeline/driver.lua performs the
--- forwards as actions of the step.
+-- Runs the steps of a model that is cut into stages, on one rank. The schedule's table has a row for each rank. The row
+-- gives the order in which the rank's virtual stages run forward and backward. C performs the row (src/pipe/exec.c),
+-- including the transfers, the delayed weight gradients and the reductions. This file runs the model's code between
+-- C's actions. engine/pipeline/driver.lua performs the forwards as actions of the step.
 local create = require "ps.tensor.create"
 local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"
@@ -30,26 +30,27 @@ local pipe = {}
 ---@class ps.engine.Pipe
 ---@field engine ps.Engine
 ---@field group ps.Group the ranks of the stages, in the order of the model
----@field stages ps.engine.Stages how the model is cut
----@field n integer virtual stages of the whole model
+---@field stages ps.engine.Stages describes how the model is cut
+---@field n integer number of virtual stages of the whole model
 ---@field rank integer index of this process among the stages
 ---@field size integer
----@field rows table<string, ps.engine.PipeRow> rows by number of micro-batches and purpose
+---@field rows table<string, ps.engine.PipeRow> the rows made so far, by number of micro-batches and purpose
 ---@field row ps.engine.PipeRow|false the current row
----@field how ffi.cdata* settings of a forward
+---@field how ffi.cdata* settings of the current forward
 ---@field event ffi.cdata* the current ps_pipe_event
 ---@field n_out integer number of tensors in `carried` that the current forward returned
----@field counts table<string, ps.engine.PartCost[]> costs of the parts by the signature of a micro-batch
+---@field counts table<string, ps.engine.PartCost[]> costs of the parts, by the signature of a micro-batch
 ---@field micros ps.engine.PipeMicro[]|false micro-batches of the current loop, by index from 0
 ---@field first_key? string PipeMicro.key of the first micro-batch of the current loop, or of the last loop
----@field trains string the parameters of the whole model that trained when the current loop began (trained.text)
+---@field trains string text that says which parameters of the whole model trained when the current loop began
+--- (trained.text)
 ---@field seed ffi.cdata*|number seed of random numbers when the current loop began
----@field count integer micro-batches of the loop
+---@field count integer number of micro-batches of the current loop
 ---@field tells boolean whether listeners are called before and after each action of the current step
----@field performed? integer number of micro-batches that the last dry run performed; it repeated their effects for the
---- others
----@field marked integer micro-batches for which the script has called backward
----@field total number sum of the weights of marked micro-batches
+---@field performed? integer number of micro-batches that the last dry run performed; for the other micro-batches, it
+--- repeated the effects of these
+---@field marked integer number of micro-batches for which the script has called backward
+---@field total number sum of the weights of these micro-batches
 local Pipe = {}
 Pipe.__index = Pipe
 
@@ -57,22 +58,22 @@ Pipe.__index = Pipe
 ---@field c ffi.cdata* ps_pipe, the executor
 ---@field table ps.pipe.Table the table with transfers
 ---@field actions table[] {kind, index of the virtual stage among this rank's, micro-batch}
----@field keys table<integer, string> PipeMicro.key, by micro-batch, whose carries C expects
----@field whole boolean true if dry runs perform each micro-batch, since micro-batches have different effects
+---@field keys table<integer, string> by micro-batch: the PipeMicro.key for which C expects carries
+---@field whole boolean true if a dry run must perform each micro-batch, because micro-batches have different effects
 
 ---@class ps.engine.PipeMicro
 ---@field key string its signature
 ---@field given any[] the model's arguments
 ---@field args any[] the model's arguments on the device
 ---@field batch table|nil the batch that the parts read, or nil if batch_of makes it from `args`
----@field number integer its index, from 0
+---@field number integer its index in the loop, from 0
 ---@field sample integer index of its first sample
 ---@field op integer index of its first dropout
 ---@field targets ps.Targets|false
 ---@field loss number|nil its loss, set at its yield
 ---@field out table|nil output of the last virtual stage; set on the rank of that stage until the script's backward
 
-local MICROS_A_STAGE = 4  -- micro-batches per stage when the model is cut, if the configuration sets no number
+local MICROS_A_STAGE = 4  -- micro-batches per stage that the cut assumes if the configuration sets no number
 local ROOM = C.PS_PIPE_CARRY
 -- kinds of actions that a step counts, by their names in tables
 local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
@@ -101,9 +102,9 @@ function pipe.request(cfg, group)
     stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages, micro_batches = micros } }
 end
 
---- Checks that all ranks cut the same model in the same way. Registers with the engine which ranks have the other
---- stages, whose gradients count in a norm, and which ranks have copies of tied parameters. All ranks must call it
---- before parameters are registered.
+--- Checks that all ranks cut the same model in the same way. Then registers two sets of ranks with the engine: the
+--- ranks of the other stages, whose gradients count in a norm, and the ranks that have copies of tied parameters. All
+--- ranks must call it before parameters are registered.
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
 ---@param built ps.engine.Built
@@ -139,8 +140,8 @@ function Pipe:close()
 end
 
 -- -- before a step ----------------------------------------------------------------------------------------------------
--- Returns this rank's row of actions for a step of `micros` micro-batches, with its executor. The first call creates
--- the row. All ranks must call it together.
+-- Returns this rank's row of actions for a step of `micros` micro-batches, with its executor. Creates the row at the
+-- first such call. All ranks must call it together.
 local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
   local found = self.rows[key]
@@ -178,8 +179,8 @@ local function recount(self, args)
   self.stages:recount(engine.module, args, engine.precision)
 end
 
--- Returns the costs of the model's parts for micro-batches with this one's shapes, including the tensors that each part
--- passes to the next.
+-- Returns the costs of the model's parts for micro-batches with the shapes of this one. The costs include the tensors
+-- that each part passes to the next part.
 local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
@@ -193,7 +194,7 @@ local function counted(self, micro)
   return costs
 end
 
--- Registers with C the tensors that virtual stages pass on in a micro-batch.
+-- Registers with C the tensors that each virtual stage passes to the next one in a micro-batch.
 local function expect(self, row, micro)
   if row.keys[micro.number] == micro.key then return end
   local costs = counted(self, micro)
@@ -222,7 +223,8 @@ function Pipe:actions(micros)
   return list
 end
 
---- Stores the micro-batches of a loop, and which parameters train: these decide which gradients the stages send back.
+--- Stores the micro-batches of a loop. Also stores which parameters train, because this decides which gradients the
+--- stages send back.
 ---@param micros ps.engine.PipeMicro[] micro-batches by index from 0, and their number `n`
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
@@ -267,10 +269,10 @@ function Pipe:fingerprint()
   return agree.text_hash(table.concat(said, " "))
 end
 
---- Checks that all ranks begin the same action; otherwise they would wait for each other forever. All ranks must call
---- it.
+--- Checks that all ranks begin the same action, because otherwise they would wait for each other forever. All ranks
+--- must call it.
 ---@param what string
----@param rows? boolean whether their micro-batches must be equal, too
+---@param rows? boolean whether the micro-batches of all ranks must be equal, too
 function Pipe:compare_begin(what, rows)
   local texts = agree.texts(self.group, what .. "\n" .. (rows and self:fingerprint() or ""))
   for stage, text in ipairs(texts) do
@@ -287,9 +289,10 @@ function Pipe:compare_begin(what, rows)
   end
 end
 
--- Returns the range of micro-batches that repeat the effects of earlier ones in a dry run (ps_pipe_repeat): the first
--- index, and the index after the last. The range excludes the first PS_PIPE_PERFORMED micro-batches and the last one.
--- It is 0, 0 if some of the others do not have the shapes of the second micro-batch.
+-- Returns the range of micro-batches for which a dry run only repeats the effects of earlier ones (ps_pipe_repeat). The
+-- two results are the first index and the index after the last one. The first PS_PIPE_PERFORMED micro-batches and the
+-- last micro-batch are not in the range. The results are 0, 0 if the second micro-batch and the later ones, except the
+-- last, do not all have the same shapes.
 local function repeated(self, row)
   local last = self.count - 1
   if row.whole or last <= C.PS_PIPE_PERFORMED then return 0, 0 end
@@ -297,8 +300,8 @@ local function repeated(self, row)
   return C.PS_PIPE_PERFORMED, last
 end
 
---- Begins the row of a step or a dry run, or of an evaluation.
----@param step ffi.cdata*|nil the current ps_step, or nil for only forwards
+--- Begins the row of a step, of a dry run or of an evaluation.
+---@param step ffi.cdata*|nil the current ps_step, or nil for a row that has only forwards
 ---@param dry? boolean
 function Pipe:begin(step, dry)
   local row = row_of(self, self.count, step == nil)
@@ -313,14 +316,14 @@ function Pipe:begin(step, dry)
   self.row = row
 end
 
---- Passes to C the settings of each virtual stage's last backward (or last weight gradients). Must be called before C
---- reaches the first of these actions.
+--- Passes to C the settings of the last backward of each virtual stage, or of its last weight gradients if these are
+--- separate. Must be called before C reaches the first of these actions.
 ---@param how ffi.cdata* ps_action_how
 function Pipe:set_last(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
 
---- Drops the row of a failed dry run. Keeps the micro-batches for another dry run.
----@return boolean again whether it failed because micro-batches had different effects, so that the next dry run must
---- perform each micro-batch
+--- Drops the row of a failed dry run, but keeps the micro-batches for another dry run.
+---@return boolean again true if the dry run failed because micro-batches had different effects; the next dry run must
+--- then perform each micro-batch
 function Pipe:drop_dry()
   local row = self.row
   if not row then return false end
@@ -331,11 +334,11 @@ function Pipe:drop_dry()
   return differed
 end
 
---- Returns whether the due forward only repeats the effects of another micro-batch's forward, which done() does.
+--- Returns whether the due forward only repeats the effects of another micro-batch's forward. done() repeats them.
 ---@return boolean
 function Pipe:is_again() return self.event.again ~= 0 end
 
---- Reports to C that Lua's collector has run in a dry run.
+--- Reports to C that Lua's garbage collector has run in a dry run.
 function Pipe:collected() C.ps_pipe_collected(self.row.c) end
 
 --- Abandons the row. The calls of other ranks fail with the reason `why`.
@@ -345,8 +348,8 @@ function Pipe:abandon(why)
   self.row, self.micros = false, false
 end
 
--- Stores a micro-batch's loss, weight and hits, which the ops of the last virtual stage counted. `places` needs no
--- message, since all ranks have the same batch.
+-- Stores the loss, the weight and the hits of a micro-batch, which the ops of the last virtual stage counted. The
+-- number `places` is not sent between ranks, because all ranks have the same batch.
 local function take_loss(micro, event)
   micro.loss = event.loss
   micro.score = event.targets > 0 and { hits = event.hits, targets = event.targets } or false
@@ -355,9 +358,9 @@ local function take_loss(micro, event)
   micro.targets = { count = event.weight, places = math.max(places, event.weight) }
 end
 
---- Performs C's actions up to the next event for Lua: a forward, a recompute segment or a yield. Returns nil if the row
---- has ended. A backward, weight gradients or a reduction is an event only if Lua has work to do before it (collects,
---- tell).
+--- Performs C's actions up to the next event for Lua. An event is a forward, a recompute segment or a yield. A
+--- backward, weight gradients or a reduction is an event only if Lua has work to do before it (collects, tell). Returns
+--- nil if the row has ended.
 ---@return integer? kind
 ---@return integer vstage of the model
 ---@return integer micro
@@ -380,8 +383,8 @@ function Pipe:collects() return self.event.collect ~= 0 end
 ---@return integer id
 function Pipe:segment() return tonumber(self.event.segment) end
 
---- Notifies listeners that the actions that C performed before the current event have ended, and that C's next action
---- begins. Listeners get the indices of virtual stages in the whole model.
+--- Notifies listeners of two facts: the actions that C performed before the current event have ended, and C's next
+--- action begins. Listeners get the indices of virtual stages in the whole model.
 ---@return number seconds that these actions took
 function Pipe:tell()
   local event = self.event
@@ -400,7 +403,8 @@ function Pipe:done()
   self.given = nil
 end
 
---- Drops the output of the last virtual stage in a dry run. In a real step the script holds it until its backward.
+--- Drops the output of the last virtual stage in a dry run. In a real step, the script holds this output until its
+--- backward.
 ---@param number integer micro-batch, from 0
 function Pipe:drop_output(number) self.micros[number].out = nil end
 
@@ -437,8 +441,8 @@ end
 -- Returns a tensor's name, dtype and sizes as text.
 local function line_of(name, dtype, shape) return ("%s %s %s"):format(name, dtype, table.concat(shape, " ")) end
 
--- Passes the outputs of a virtual stage to C. They must match the outputs that were counted without data, for which the
--- next stage waits.
+-- Passes the outputs of a virtual stage to C. They must match the outputs that were counted without data, because the
+-- next stage waits for those.
 local function go_out(self, v, carry, names)
   local list = {}
   for i, t in ipairs(names) do
@@ -457,7 +461,7 @@ local function go_out(self, v, carry, names)
   self.given = list                                          -- keeps the tensors' headers alive until done()
 end
 
--- Keeps the last virtual stage's output for the script, and passes its loss to C, which sends the loss to all ranks.
+-- Keeps the last virtual stage's output for the script. Passes the loss to C, which sends it to all ranks.
 local function finish(self, micro, carry)
   if micro.batch then                                        -- a step of generate has no loss
     micro.out = carry
@@ -482,8 +486,8 @@ local function finish(self, micro, carry)
   give(self, list)
 end
 
---- Returns the settings of a virtual stage's forward. Its counters of random numbers (dropouts, samples) have the
---- values that one process would have if it ran all virtual stages in order.
+--- Returns the settings of a virtual stage's forward. Its counters of random numbers (dropouts and samples) have the
+--- values that they would have in one process that runs all virtual stages in order.
 ---@param v integer
 ---@param number integer
 ---@return ffi.cdata* how
@@ -510,16 +514,16 @@ function Pipe:forward(v, number)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end
 
--- Returns a tensor for a loss that another rank computed. In training it requires a gradient, like the real loss, so
--- that a loss computed from it can be assigned to this micro-batch.
+-- Returns a tensor for a loss that another rank computed. In training, the tensor requires a gradient like the real
+-- loss. A loss that the script computes from it can then be assigned to this micro-batch.
 local function loss_here(micro)
   -- a dry run has no loss
   local loss = devices.computes and create.tensor(micro.loss) or create.empty({}, { dtype = "fp32" })
   return loss:requires_grad(scope.grad_enabled())
 end
 
--- Returns the description of the output that the last virtual stage would send, for a dry run without that stage's
--- rank.
+-- Returns the text that describes the output of the last virtual stage. A dry run needs it on ranks that do not run
+-- that stage, because nothing is sent.
 local function said_of(self, micro)
   local costs, lines = counted(self, micro), {}
   for _, t in ipairs(costs[#costs].out) do
@@ -528,8 +532,8 @@ local function said_of(self, micro)
   return table.concat(lines, "\n")
 end
 
--- Sends the tensors in the last virtual stage's output to all ranks, except tensors in nested tables. All ranks must
--- call it.
+-- Sends the tensors in the last virtual stage's output to all ranks. Tensors in nested tables are not sent. All ranks
+-- must call it.
 local function gathered(self, micro)
   local names, root, lines = {}, self.stages.ranks[self.n], {}
   for name, t in pairs(micro.out or {}) do
@@ -563,8 +567,8 @@ function Pipe:output(number, gather)
   return micro.out or batch.partial { loss = loss_here(micro) }
 end
 
---- Notes that the script has called backward for the next micro-batch. From now on C keeps the loss.
----@param root ps.Tensor tensor at which the walk begins, on the rank of the last virtual stage
+--- Records that the script has called backward for the next micro-batch. From now on C keeps the loss.
+---@param root ps.Tensor on the rank of the last virtual stage: the tensor at which the backward walk begins
 ---@param weight number
 ---@param factor number factor on the walk's gradients, relative to the gradients of the micro-batch's own loss
 function Pipe:mark(root, weight, factor)
@@ -575,7 +579,8 @@ function Pipe:mark(root, weight, factor)
   self.marked, self.total = self.marked + 1, self.total + weight
 end
 
---- Raises an error if the stages' sums of loss weights differ after a loop's last backward. All ranks must call it.
+--- Compares the sums of loss weights after a loop's last backward. Raises an error if the stages' sums differ. All
+--- ranks must call it.
 ---@param total number sum of this rank's weights
 function Pipe:check_weights(total)
   local all = create.empty({ self.size }, { dtype = "fp64" })

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Describes a model that is cut into virtual stages: the parts (ps.nn.parts) of each virtual stage, the rank that runs
--- it, and the parameters that each rank holds. Virtual stages count from 0 in the order of the model, ranks from 0
--- along the pipeline. A process makes the whole model without data (ps.deferred), and fills in only the values of its
--- own virtual stages.
+-- Describes a model that is cut into virtual stages. The description has the parts (ps.nn.parts) of each virtual stage,
+-- the rank that runs it, and the parameters that each rank holds. Virtual stages are numbered from 0 in the order of
+-- the model, and ranks from 0 along the pipeline. A process makes the whole model without data (ps.deferred), and then
+-- fills in only the values of its own virtual stages.
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"
@@ -18,20 +18,21 @@ local pipe_table = require "ps.parallel.pipeline.table"
 
 local stages = {}
 
-local MOST_POSITIONS = 2048               -- upper bound of the positions in the batch for which costs are counted
+local MOST_POSITIONS = 2048               -- largest number of positions in the batch for which costs are counted
 
----@class ps.engine.Pipeline the pipeline of a configuration and the mesh
----@field table ps.pipe.Table the virtual stages, and the rank of each one
+---@class ps.engine.Pipeline the pipeline that the configuration and the mesh define
+---@field table ps.pipe.Table the virtual stages and the rank of each of them
 ---@field rank integer this rank's index along the pipeline, from 0
 ---@field partition? string|integer[] how to cut the model (stages.cut)
 ---@field example? any[] a batch in the form that model:micro_batches accepts, and its number of arguments `n`
----@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} the cut found before
+---@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} the cut, if it was computed
+--- before
 
 ---@class ps.engine.Stages
 ---@field parts ps.nn.Part[]|false parts of the model, or false if the model's own forward runs the stages
 ---@field costs ps.engine.PartCost[]
 ---@field first integer[] index of the first part of each virtual stage, from 1, followed by the number of parts plus 1
----@field ranks integer[] rank of each virtual stage, from 1
+---@field ranks integer[] the rank of each virtual stage, in the order of the model
 ---@field mine integer[] this rank's virtual stages, as indices in the model from 0
 ---@field rank integer
 ---@field times? ps.engine.CutTimes
@@ -41,8 +42,9 @@ local Stages = {}
 Stages.__index = Stages
 
 -- -- cutting --------------------------------------------------------------------------------------------------------
--- Cuts `weights` into n contiguous non-empty runs with the smallest possible largest sum. Returns the first index of
--- each run. Bisection finds the smallest bound of the sum. Among equal cuts, the one with the fullest first runs wins.
+-- Cuts `weights` into n contiguous runs, none of which is empty, so that the largest sum of a run is as small as
+-- possible. Returns the first index of each run. Finds the smallest possible bound of the sums by bisection. If several
+-- cuts are equally good, chooses the cut whose first runs are fullest.
 local function balance(weights, n)
   local function fits(bound)
     local first, sum = { 1 }, 0
@@ -87,7 +89,8 @@ local WEIGHTS = {
   parameters = function(cost) return cost.numel end,
 }
 
--- Returns the letter of each part in Megatron's layouts: E the first part, L the last one, t a layer, m another part.
+-- Returns the letter of each part in Megatron's layouts: E for the first part, L for the last part, t for a layer, and
+-- m for any other part.
 local function kinds_of(list)
   local kinds = {}
   for i, part in ipairs(list) do
@@ -97,8 +100,8 @@ local function kinds_of(list)
   return table.concat(kinds)
 end
 
--- Returns the number of parts in each virtual stage for the shortest simulated step. The simulation includes how a slow
--- part, such as the head, delays the other stages.
+-- Returns the number of parts in each virtual stage, for the cut whose simulated step is shortest. The simulation
+-- includes how a slow part, such as the head, delays the other stages.
 local function by_cost(costs, table_)
   local given = {}
   for i, cost in ipairs(costs) do
@@ -110,8 +113,8 @@ local function by_cost(costs, table_)
   return counts, times
 end
 
--- Returns the weights for DeepSpeed's "type:NAME|NAME": 1 for a part that contains a module of a named class, 0 for
--- other parts.
+-- Returns the weight of each part for DeepSpeed's method "type:NAME|NAME". The weight is 1 if the part contains a
+-- module of a named class, and 0 otherwise.
 local function of_type(how, list)
   local names, weights, any = how:match "^type:([%w_|]+)$", {}, false
   if not names then
@@ -132,7 +135,7 @@ local function of_type(how, list)
 end
 
 ---@class ps.engine.CutTimes
----@field makespan number makespan of the cut, in operations or seconds
+---@field makespan number makespan of the cut, in floating-point operations or in seconds
 ---@field equal number makespan of a cut into equal numbers of parts
 ---@field bound number lower bound of every cut's makespan
 ---@field bound_part? string the part that sets the bound
@@ -140,12 +143,12 @@ end
 --- Cuts a list of parts into the virtual stages of a table.
 ---@param costs ps.engine.PartCost[]
 ---@param table_ ps.pipe.Table
----@param how? string|integer[] the method. "cost" (the default) or "best" minimises the simulated time of a step by
----  counted operations. "measured" does so by measured seconds, which `costs` must contain. "parameters" minimises the
----  largest number of parameters per virtual stage, "uniform" the largest number of parts, and "type:NAME" the largest
----  number of parts with a module of that class. A list sets the number of parts in each virtual stage. Any other text
----  is Megatron's layout, such as "Et*3|(tt|)*29,m|L"
----@param list? ps.nn.Part[] for "type:NAME"
+---@param how? string|integer[] the method. "cost" (the default) or "best" minimises the time of a simulated step, as
+---  computed from counted operations. "measured" minimises the time as computed from measured seconds, which `costs`
+---  must contain. "parameters" minimises the largest number of parameters in a virtual stage, "uniform" the largest
+---  number of parts, and "type:NAME" the largest number of parts that contain a module of that class. A list sets the
+---  number of parts in each virtual stage. Any other text is Megatron's layout, such as "Et*3|(tt|)*29,m|L"
+---@param list? ps.nn.Part[] the parts; needed for "type:NAME"
 ---@return integer[] first index of the first part of each virtual stage, from 1, followed by the number of parts plus 1
 ---@return ps.engine.CutTimes? times with "cost" and "measured"
 function stages.cut(costs, table_, how, list)
@@ -181,7 +184,8 @@ function stages.cut(costs, table_, how, list)
 end
 
 -- -- stages ---------------------------------------------------------------------------------------------------------
--- Returns, for each part, the names of the parameters and buffers that it declares. A tied tensor has its first name.
+-- Returns, for each part, the names of the parameters and buffers that it declares. The name of a tied tensor is its
+-- first name.
 local function declared(self, module)
   local name_of, all = count.first_names(module, nn_module.address), {}
   for i, part in ipairs(self.parts) do
@@ -195,8 +199,8 @@ local function declared(self, module)
   return all
 end
 
--- Raises an error for parts that overlap: if several parts declare a parameter, each must use it, like a tied
--- embedding. uses: the names that each part's ops read (ps.engine.PartCost.uses).
+-- Raises an error if parts overlap. If several parts declare a parameter, each of them must use it, as with a tied
+-- embedding. `uses` are the names that each part's ops read (ps.engine.PartCost.uses).
 local function check_overlaps(self, names_of, uses)
   local by_name = {}
   for i, names in ipairs(names_of) do
@@ -218,8 +222,9 @@ local function check_overlaps(self, names_of, uses)
   end
 end
 
--- Returns the virtual stages that use each parameter and buffer, by name. A virtual stage uses a tensor if one of its
--- parts declares it, or read it when the parts were counted. A head need not declare a tied embedding.
+-- Returns the virtual stages that use each parameter and buffer, by name. A virtual stage uses a tensor in two cases:
+-- one of its parts declares the tensor, or read it when the parts were counted. A head therefore need not declare a
+-- tied embedding.
 local function users(self, module)
   local of, names_of, uses, counted = {}, declared(self, module), {}, true
   for i = 1, #self.parts do
@@ -244,7 +249,7 @@ end
 
 -- Raises an error if a parameter's gradients would not be added in the order of its virtual stages. Each rank adds the
 -- gradients of its own virtual stages in order. Then the ranks' sums are added in the order of ranks
--- (src/engine/ties.c). With two virtual stages the order does not matter. With more, the ranks of the virtual stages
+-- (src/engine/ties.c). The order of two virtual stages does not matter. If there are more virtual stages, their ranks
 -- must ascend, and only the lowest rank may have several of them.
 local function check_order(self, name, list)
   if #list < 3 then return end
@@ -261,7 +266,7 @@ local function check_order(self, name, list)
     table.concat(on, ", ")), 0)
 end
 
---- Creates the view of one rank on a model that is cut into virtual stages.
+--- Creates the description of a model that is cut into virtual stages, for one rank.
 ---@param module ps.nn.Module
 ---@param costs ps.engine.PartCost[]
 ---@param first integer[] the result of stages.cut
@@ -290,7 +295,8 @@ function stages.new(module, costs, first, pipeline)
   return self
 end
 
---- Creates the stages of a model whose own forward runs the stages, like models of ps.bmt. Each rank has one virtual
+--- Creates the stages of a model whose own forward runs the stages, such as a model of ps.bmt. Each rank has one
+--- virtual
 --- stage.
 ---@param module ps.nn.Module
 ---@param stage_of fun(tensor: ps.Tensor): integer? returns the stage, from 0, of a parameter or buffer, or nil if all
@@ -314,8 +320,8 @@ function stages.of_itself(module, stage_of, rank, size)
   return self
 end
 
---- Returns the first of this rank's virtual stages that use a parameter, as an index among this rank's virtual stages,
---- or nil.
+--- Returns the first virtual stage of this rank that uses a parameter, as an index among this rank's virtual stages.
+--- Returns nil if none of them uses it.
 ---@param name string the first name of a tied parameter
 ---@return integer? vstage from 0
 function Stages:own(name)
@@ -324,8 +330,8 @@ function Stages:own(name)
   end
 end
 
---- Returns the virtual stages of this rank that use a parameter, except the first, which own() returns. The results are
---- indices among this rank's virtual stages.
+--- Returns the virtual stages of this rank that use a parameter, except the first one, which own() returns. The results
+--- are indices among this rank's virtual stages.
 ---@param name string
 ---@return integer[]
 function Stages:other_uses(name)
@@ -343,8 +349,8 @@ function Stages:has_ties()
   return false
 end
 
---- Returns text that says which other rank holds a parameter or buffer, or nil if it is on this rank. Buffers that
---- belong to no part are on all ranks.
+--- Returns a text that says which other rank holds a parameter or buffer. Returns nil if this rank holds it. Buffers
+--- that belong to no part are on all ranks.
 ---@param name string
 ---@return string?
 function Stages:elsewhere(name)
@@ -365,8 +371,8 @@ function Stages:sharers(name)
   return list
 end
 
---- Returns whether this rank saves a parameter or buffer. Only one rank of a pipeline does: copies of a tied embedding
---- are equal.
+--- Returns whether this rank saves a parameter or buffer. Only one rank of a pipeline saves it, because all copies of a
+--- tied embedding are equal.
 ---@param name string
 ---@return boolean
 function Stages:saves(name)
@@ -406,8 +412,8 @@ function Stages:keep_own(state)
   end
 end
 
---- Returns whether a state has no tensor that only other ranks hold, like a result of keep_own. The state may be empty,
---- if other ranks of the same stage own all of it.
+--- Returns whether a state has no tensor that only other ranks hold. A result of keep_own has no such tensor. The state
+--- may be empty, if other ranks of the same stage own all its tensors.
 ---@param state table<string, ps.Tensor>|table a table of tensors, or an open file with names()
 ---@return boolean
 function Stages:is_own(state)
@@ -428,7 +434,8 @@ function Stages:run(vstage, carry, batch)
   return scope.scope(parts.run, self.parts, self.first[v], self.first[v + 1] - 1, carry, batch)
 end
 
---- Returns the cost of a virtual stage: the sums over its parts, and the carry of its last part.
+--- Returns the cost of a virtual stage. It has the sums over the costs of the stage's parts, and the carry of the last
+--- part.
 ---@param v integer index in the model, from 0
 ---@return ps.engine.PartCost
 function Stages:cost(v)
@@ -446,7 +453,7 @@ function Stages:cost(v)
   return sum
 end
 
---- Returns whether a virtual stage sends a gradient back because a tensor that it receives requires a gradient.
+--- Returns whether a virtual stage sends a gradient back. It does if a tensor that it receives requires a gradient.
 ---@param v integer index in the model, from 0
 ---@return boolean
 function Stages:sends_gradient(v)
@@ -456,18 +463,18 @@ function Stages:sends_gradient(v)
   return false
 end
 
---- Returns whether the costs come from by_parameters, because no batch was known when the model was cut.
+--- Returns whether the costs are those of by_parameters, because no batch was known when the model was cut.
 ---@return boolean
 function Stages:is_uncounted() return self.costs[1] ~= nil and self.costs[1].uses == nil end
 
---- Counts the costs for another batch. Afterwards cost() and sends_gradient() use these costs.
+--- Counts the costs for another batch. After this call, cost() and sends_gradient() use the new costs.
 ---@param module ps.nn.Module
----@param args any[] of a micro-batch
+---@param args any[] the model's arguments for a micro-batch
 ---@param precision? string
 function Stages:recount(module, args, precision) self.costs = count.parts(module, args, precision) end
 
 --- Raises an error if a part reads a parameter that its virtual stage does not hold.
----@param costs ps.engine.PartCost[] of a micro-batch
+---@param costs ps.engine.PartCost[] the costs of a micro-batch
 function Stages:check_uses(costs)
   for v = 1, #self.ranks do
     for i = self.first[v], self.first[v + 1] - 1 do
@@ -485,15 +492,15 @@ function Stages:check_uses(costs)
 end
 
 -- -- making a model ---------------------------------------------------------------------------------------------------
--- Returns the batch for counting a model's parts: the `example` of ps.initialize, or the example that the model makes,
--- or nil.
+-- Returns the batch for counting a model's parts. It is the `example` of ps.initialize, or else the example that the
+-- model makes. Returns nil if there is neither.
 local function example_of(module, pipeline)
   if pipeline.example then return pipeline.example end
   return type(module.example) == "function" and { module:example(1, MOST_POSITIONS) } or nil
 end
 
--- Returns the costs of a model's parts before a batch is known: each part's number of parameter elements stands for its
--- number of operations. The parts are counted when the first batch arrives (row.lua).
+-- Returns approximate costs of a model's parts, for use before a batch is known. The number of operations of a part is
+-- replaced by the number of elements of its parameters. The parts are counted when the first batch arrives (row.lua).
 local function by_parameters(module)
   local costs = {}
   for i, part in ipairs(parts.of(module)) do
@@ -506,8 +513,8 @@ local function by_parameters(module)
   return costs
 end
 
--- Returns the costs with seconds measured on rank 0's device instead of operations. All ranks use this measurement,
--- since they must cut the model in the same way.
+-- Returns the costs with measured seconds instead of operations. The seconds are measured on rank 0's device. All ranks
+-- use this measurement, because they must cut the model in the same way.
 local function measured(module, costs, args, where)
   if not devices.computes then
     hooks.tell("plan_note",
@@ -568,13 +575,13 @@ function stages.divide(model_func, pipeline, where)
   return module, made
 end
 
---- Creates a model of which this process holds only its own virtual stages. Random numbers, and thus the bits, equal
---- those of a process that creates the whole model.
+--- Creates a model of which this process holds only its own virtual stages. Random numbers are the same as in a process
+--- that creates the whole model, so the parameters have the same bits.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
 ---@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor), cut?: fun(module: ps.nn.Module)}
---- stage: called with each parameter of this process after its values were set. cut: cuts the layers of the model
---- without values
+--- stage: called with each parameter of this process after its values were set. cut: function that cuts the layers of
+--- the model while the model has no values
 ---@return ps.nn.Module
 ---@return ps.engine.Stages
 function stages.make(model_func, pipeline, where)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Begins a step on all ranks or on none. The plan comes from a trace of a step with the same shapes, or from a dry run.
--- If memory is short, room is made in this order: collect Lua's garbage, finish the checkpoint that is being saved, use
--- smaller chunks (engine/layout/rechunk.lua). If parameters were thawed since the last step, the model first gets a
--- layout in which they train (engine/layout/thaw.lua).
+-- Begins a step on all ranks or on none. The plan is made from the trace of a step with the same shapes, or from a dry
+-- run. If memory is short, three methods make room, in this order: collect Lua's garbage, finish the checkpoint that is
+-- being saved, and use smaller chunks (engine/layout/rechunk.lua). If parameters were thawed since the last step, the
+-- model first gets a layout in which they train (engine/layout/thaw.lua).
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local forecasts = require "ps.engine.plan.forecast"
@@ -14,8 +14,8 @@ local ffi, C = native.ffi, native.C
 
 local begin = {}
 
---- Creates the masters, gradients and optimizer state of thawed parameters now, so that a checkpoint can contain or
---- load their state. All ranks must call it, between steps.
+--- Creates the masters, gradients and optimizer state of thawed parameters now, instead of at the next step. A
+--- checkpoint can then contain or load their state. All ranks must call it, between steps.
 ---@param engine ps.Engine
 function begin.train_thawed(engine)
   local replace
@@ -32,8 +32,8 @@ end
 
 local left_out = ffi.new("int64_t[1]")
 
--- Collects tensors that earlier steps left as garbage, and adds the surviving tensors to the plan. The plan itself
--- counts only the tensors of its own step. Small tensors live until Lua's collector runs.
+-- Collects tensors that earlier steps left as garbage. Small tensors live until Lua's collector runs, and the plan
+-- itself counts only the tensors of its own step. Adds the tensors that survive the collection to the plan.
 local function leave_nothing(id)
   if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
   scope.collect_tensors()
@@ -51,8 +51,8 @@ local function begin_like(engine, key, id)
 end
 
 -- Raises an error that asks for smaller chunks, if they may help. An op may have room only because other tensors need
--- less memory at its trace index than at their peak. Memory then alternates between these tensors and chunks in every
--- step.
+-- less memory at its trace index than at their peak. In this case, the same memory alternates between these tensors and
+-- chunks in every step.
 local function rather_smaller(engine, forecast)
   local short = forecast.short
   if not short then return end

@@ -11,8 +11,8 @@ local ffi, C = native.ffi, native.C
 
 local forecasts = {}
 
--- Returns a key that is equal for arguments with which the same ops run: names, shapes and types of tensors, and other
--- values.
+-- Returns a key for a step's arguments. Arguments with equal keys make the model run the same ops. The key contains the
+-- names, shapes and types of tensors, and all other values.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@return string
@@ -22,17 +22,17 @@ function forecasts.signature(engine, args)
   return table.concat(parts, " ")
 end
 
---- Performs a dry run of a step and returns the id of its trace. Returns nil if the model's code reads values, which a
---- dry run does not have; the first step is then traced while it runs.
+--- Performs a dry run of a step and returns the id of its trace. Returns nil if the model's code reads values, because
+--- a dry run has none. In this case, the first step is traced while it runs.
 ---@param engine ps.Engine
 ---@param args any[]
----@param like? integer a trace of this step, whose gathers from other ranks run ahead as in that trace
+---@param like? integer a trace of this step; gathers from other ranks run ahead as in that trace
 ---@return integer?
 function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
-  -- Small tensors live until Lua's collector runs. The tensors of an earlier dry run are collected first, since they
-  -- would count in this dry run's peak. The peak counts all tensors of this dry run, so it is valid whenever the
-  -- collector runs.
+  -- Small tensors live until Lua's collector runs. The tensors of an earlier dry run are collected first, because they
+  -- would count in the peak of this dry run. The peak counts all tensors of this dry run, as if none was collected. It
+  -- is therefore valid at whatever time the collector runs in a real step.
   local ok, id, problem = collector.without(step.dry_run, engine, args, like)
   restore()
   if not ok then error(id, 0) end
@@ -47,30 +47,30 @@ end
 
 ---@class ps.engine.Forecast
 ---@field moments integer
----@field tiers {name: string, is_file: boolean, budget: integer, peak: integer, other: integer}[] bytes
----@field fetched integer[] bytes per step into tier i (from 1), once steps repeat
----@field evicted integer[]
----@field resident integer bytes of chunks that live only on the first tier, for lack of room on the last tier
----@field gathers integer stripes that a step gathers from other processes
----@field gathered integer bytes of these stripes
----@field short? ps.engine.Short the first op whose chunks have room only because other tensors take less at its trace
---- index
+---@field tiers {name: string, is_file: boolean, budget: integer, peak: integer, other: integer}[] sizes in bytes
+---@field fetched integer[] bytes per step that are fetched into tier i (from 1), once steps repeat
+---@field evicted integer[] bytes per step that are evicted from tier i (from 1), once steps repeat
+---@field resident integer bytes of chunks that stay on the first tier, because the last tier has no room for them
+---@field gathers integer number of stripes that a step gathers from other processes
+---@field gathered integer size in bytes of these stripes
+---@field short? ps.engine.Short the first op whose chunks have room only because other tensors need less memory at its
+--- trace index than at their peak
 
 ---@class ps.engine.Short
 ---@field tier string
 ---@field wanted integer bytes of chunks that the op needs on the tier at once
----@field left integer bytes that the peak of the step's other tensors leaves for chunks on that tier
+---@field left integer bytes that remain for chunks on that tier at the peak of the step's other tensors
 
--- Returns the first op that has room only because other tensors are small at its trace index. Returns nil if there is
--- none.
+-- Returns the first op whose chunks have room only because other tensors need little memory at its trace index. Returns
+-- nil if there is no such op.
 local function short_of(out, info)
   if out.wanted == 0 then return nil end
   native.check(C.ps_engine_tier_get(native.ctx, tonumber(out.short_tier), info))
   return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
 end
 
---- Returns the forecast of a step that repeats trace `id`. Raises an error if the step does not fit; the error's fields
---- have the tier and the bytes.
+--- Returns the forecast of a step that repeats trace `id`. Raises an error if the step does not fit. The error has
+--- fields for the tier and the bytes.
 ---@param id integer
 ---@return ps.engine.Forecast
 function forecasts.of(id)
@@ -91,8 +91,8 @@ function forecasts.of(id)
   return forecast
 end
 
--- Returns the plan's line about gradients: how many bytes this process sends to their owners, and how many it keeps.
--- Returns nil if every process keeps its own gradients.
+-- Returns the plan's line about gradients: how many bytes of gradients this process sends to their owners, and how many
+-- bytes it keeps. Returns nil if every process keeps its own gradients.
 local function gradients_line(engine)
   local shards, bytes, parts = engine.ranks.shards, 0, false
   if not shards:gradients() then return nil end

@@ -1,19 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Decides where updates run (hybrid Adam). The optimizer state of some units of chunks stays on the device, if it fits
--- into the margin there. For any other unit, either its gradient is copied to the host, the host updates, and the
--- parameters are copied back; or its state is fetched to the device for the update and evicted again.
+-- Decides where updates run (hybrid Adam). If the optimizer state of a unit fits into the device's margin, it stays on
+-- the device, and the device updates the unit. Any other unit is updated in one of two ways:
+--   on the host     its gradient is copied to the host, the host updates it, and its parameters are copied back
+--   on the device   its state is fetched to the device for the update and evicted again
 --
--- The host and the link work at the same time, so the fastest split keeps both busy until the end. The search for it
--- uses the bytes that dry runs count and the speeds of rates.lua. Units of both kinds alternate, so that copies run
--- while the host updates. Values do not depend on where Adam runs. Ranks exchange only gradients and parameters, so
--- each rank can split its own units.
+-- The host and the link work at the same time, so the fastest split of the units keeps both busy until the end. The
+-- search for this split uses the bytes that dry runs count and the speeds of rates.lua. Units of both kinds alternate,
+-- so that copies run while the host updates. Values do not depend on where Adam runs. Ranks exchange only gradients and
+-- parameters, so each rank can split its own units.
 local native = require "ps.core.ffi"
 local optimizers = require "ps.optimizers"
 local C = native.C
 
 local hybrid = {}
 
-local TRIES = 4  -- dry runs that search for the best split, in addition to those of both extremes
+local TRIES = 4  -- number of dry runs that search for the best split, in addition to the dry runs of both extremes
 local NEARLY = 0.98         -- one split is better than another if its time is less than this fraction of the other's
 local APART = 0.3  -- fraction of the shorter phase (copies or updates) that does not overlap the longer one, since
                             -- nothing is updated while the first states are fetched and while the last states are
@@ -23,15 +24,15 @@ local APART = 0.3  -- fraction of the shorter phase (copies or updates) that doe
 ---@field on boolean[] whether each unit is updated on the device, by unit from 1
 ---@field count integer number of units that are updated on the device
 ---@field share number fraction of the parameters that may be updated on the device
----@field resident integer number of units, at most `count`, whose state fits into the margin
+---@field resident integer number of units, at most `count`, whose state fits into the device's margin
 ---@field id integer the trace of a step with this split
----@field seconds? number predicted for a step without forward and backward, from the next three fields, or nil if there
----  was nothing to decide
+---@field seconds? number predicted seconds per step without forward and backward, computed from the next three fields;
+---  nil if there was nothing to decide
 ---@field link? number predicted seconds of copies per step
 ---@field host? number predicted seconds per step in which the host is busy with updates
 ---@field device? number predicted seconds of updates on the device per step
 ---@field forecast? ps.engine.Forecast
----@field all_host? ps.engine.Split the split with all units on the host, or with as many as fit there
+---@field all_host? ps.engine.Split the split with all units on the host, or with as many units as fit there
 
 -- Returns whether the device has kernels for the engine's optimizers.
 local function has_kernels(engine)
@@ -55,8 +56,8 @@ function hybrid.wanted(engine)
     and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
 end
 
--- Returns the units that the device may update, the number of their parameters, and the largest number of parameters
--- that the device may update. Embeddings that are looked up on the host are excluded.
+-- Returns the units that the device may update, the number of their parameters, and an upper bound of the number of
+-- parameters that the device may update. Embeddings that are looked up on the host are excluded.
 local function candidates(engine)
   local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
   local on_host, list, numel, all = {}, {}, 0, 0
@@ -71,7 +72,8 @@ local function candidates(engine)
   return list, numel, math.min(numel, offload.device == "none" and numel or all * (1 - offload.ratio))
 end
 
--- Returns the margin of a step's forecast: the device's bytes for optimizer state, in addition to the parameters.
+-- Returns the margin in a step's forecast: the bytes that the device has for optimizer state, in addition to the
+-- parameters.
 local function margin_of(engine, forecast)
   local tier, params = forecast.tiers[1], 0
   if tier.budget == 0 then return math.huge end
@@ -82,8 +84,8 @@ local function margin_of(engine, forecast)
   return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
 end
 
--- Returns the first units whose state together fits into the margin, and their number. most: upper bound of their
--- parameters.
+-- Selects units in order and skips each unit whose state does not fit into the rest of the margin. `most` is the largest
+-- allowed number of their parameters. Returns the selected units and their number.
 local function within_margin(engine, units, most, margin)
   local on, count, built = {}, 0, engine.built
   for _, unit in ipairs(units) do
@@ -96,7 +98,7 @@ local function within_margin(engine, units, most, margin)
   return on, count
 end
 
--- Returns units with about the given share of the parameters, spread evenly over the model.
+-- Returns units that have about the given share of the parameters and are spread evenly over the model.
 local function spread(engine, units, share)
   local on, due = {}, 0
   for _, unit in ipairs(units) do
@@ -110,9 +112,9 @@ local function spread(engine, units, share)
   return on
 end
 
--- Returns the speed of this optimizer's update relative to Adam's, whose rate is measured. Speed is inversely
--- proportional to the bytes per parameter: 2 to read the gradient, 2 to write the parameter, 8 for the master, and
--- twice the bytes of the states.
+-- Returns the speed of this optimizer's update relative to Adam's, because only Adam's rate is measured. The speed is
+-- inversely proportional to the bytes that an update moves per parameter: 2 to read the gradient, 2 to write the
+-- parameter, 8 for the master, and twice the bytes of the states.
 local function speed(engine)
   local bytes, numel = 0, 0
   for unit, states in ipairs(engine.built.unit_states) do
@@ -149,8 +151,9 @@ local function predict(engine, on, forecast)
   return split
 end
 
--- Returns the share at which copies take as long as updates on the host. Interpolates linearly between two splits.
--- Given only one split, assumes that each further unit adds the copies of its state and takes its update from the host.
+-- Returns the share at which copies take as long as updates on the host. Interpolates linearly between two splits. If
+-- only one split is given, assumes that each further unit adds the copies of its state to the link's time and removes
+-- its update from the host's time.
 local function balance(engine, units, numel, low, high)
   local gap = low.host - low.link
   if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
@@ -172,7 +175,7 @@ local function better(a, b)
   return a.seconds <= b.seconds and a.moved < b.moved
 end
 
--- Returns the split with the fewest updates on the device that fits. It is needed if the last tier cannot hold all
+-- Returns the split that fits with the fewest updates on the device. It is needed if the last tier cannot hold all
 -- state, so that some state must live on the device. Raises the plan's error if no split fits.
 local function least(engine, units, numel, most, try, problem)
   if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
@@ -234,7 +237,7 @@ function hybrid.place(engine, dry_run)
       if type(seen) == "table" and seen.name == "ENOMEM" then return nil, seen end
       error(seen, 0)
     end
-    if base and seen.short and not base.forecast.short then return nil, seen end  -- making room for it would cost time
+    if base and seen.short and not base.forecast.short then return nil, seen end  -- making room would cost time
     local split = predict(engine, on, seen)
     split.id, split.all_host, split.share, split.forecast = like, base or split, share, seen
     return split

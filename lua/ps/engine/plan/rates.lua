@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The speeds of Adam and of copies on this machine, measured once per process and device (src/engine/rates.c). Plans
--- use them to decide where Adam runs (engine/plan/hybrid.lua) and where embeddings are looked up
--- (engine/layout/embed.lua). ps.device_rates("cuda") shows them.
+-- Measures the speeds of Adam and of copies on this machine, once per process and device (src/engine/rates.c). Plans
+-- use the speeds to decide where Adam runs (engine/plan/hybrid.lua) and where embeddings are looked up
+-- (engine/layout/embed.lua). ps.device_rates("cuda") returns them.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
@@ -19,8 +19,8 @@ local rates = {}
 
 rates.KEYS = { "host_adam", "device_adam", "up", "down", "at_once" }
 
--- Limits on the bytes of the trial, on the host and on the device. If the host holds much state, the trial must exceed
--- the caches: on a server with an H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
+-- Limits on the bytes that a measurement uses, on the host and on the device. If the host holds much state, a
+-- measurement must exceed the caches: on a server with an H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
 local ENOUGH, MOST, HOST_SHARE = 72 * 2 ^ 20, 512 * 2 ^ 20, 256
 local out = ffi.new("ps_rates")
 local known = {}                              -- results by device: { nbytes =, rates = }

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Completes the error of a model that does not fit into memory. The error names the tensor for which there was no room.
--- This file adds the bytes of the whole model, the budgets, and the configuration keys to change if budgets are too
--- small.
+-- Completes the error of a model that does not fit into memory. The error itself names the tensor for which there was
+-- no room. This file adds the bytes of the whole model and the budgets. If budgets are too small, it also adds the
+-- configuration keys to change.
 local chunks = require "ps.memory.chunks"
 local readable = require "ps.core.readable"
 
@@ -9,8 +9,8 @@ local shortage = {}
 
 local KEY = { device = "memory.device", host = "memory.host", disk = "memory.disk.limit" }
 
---- Returns the bytes per trained parameter and per frozen parameter on this process, or the average share if ranks
---- share the state.
+--- Returns the bytes that this process needs per trained parameter and per frozen parameter. If ranks share the state,
+--- the results are averages over the ranks.
 ---@param stage integer zero_optimization.stage
 ---@param size integer number of processes
 function shortage.bytes_each(options, stage, size)
@@ -32,7 +32,7 @@ local function budgets()
   return table.concat(texts, " and "), sum
 end
 
--- Returns a remedy for too small budgets, as text with keys of the configuration.
+-- Returns a remedy for budgets that are too small: a text with keys of the configuration.
 local function advice(options, shared)
   local tiers, keys, has = chunks.tiers(), {}, {}
   for i, tier in ipairs(tiers) do
@@ -45,7 +45,8 @@ local function advice(options, shared)
   return text .. ", or use a smaller model"
 end
 
---- Adds the bytes of the whole model to an error about missing room for the model. Returns any other error unchanged.
+--- Adds the bytes of the whole model to an error that says that the model has no room. Returns any other error
+--- unchanged.
 ---@param problem any
 ---@param counted? {numel: integer, trained: integer, blocks: integer} parameters of the model, and bytes of its packed
 --- weights, if they can be counted

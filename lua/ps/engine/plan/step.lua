@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans one step. First decides on which devices embeddings and updates run, then runs the step dry. Rejects a plan
--- that moves chunks which the configuration keeps in place. Prints a plan that differs from all printed plans.
+-- Plans one step. First decides on which devices embeddings and updates run, and then runs the step dry. Rejects a plan
+-- that moves chunks although the configuration keeps them in place. Prints a plan if it differs from all printed plans.
 local mesh = require "ps.dist.mesh"
 local embed = require "ps.engine.layout.embed"
 local forecasts = require "ps.engine.plan.forecast"
@@ -27,8 +27,8 @@ end
 ---@field printed table|false the facts of the printed plans
 ---@field tables_on_host table<ps.engine.Table, boolean>|false embedding matrices that are on the host
 
--- Returns whether a plan must be printed: it has another layout, the first moves, the first op that lacks room, or a
--- clearly higher peak. Plans for batches of other sizes differ by less.
+-- Returns whether a plan must be printed. It must be printed if it has a new layout, the first moves, the first op that
+-- lacks room, or a clearly higher peak. Plans for batches of other sizes differ less than this.
 local function is_news(engine, forecast)
   local layout, printed = engine.built.layout, engine.plan.printed
   local moves = false
@@ -49,8 +49,8 @@ local function is_news(engine, forecast)
   return news
 end
 
---- Plans a step with these arguments. Returns its trace, or nil if the step must run once first. look: gets the
---- forecast before it is printed, and may raise an error.
+--- Plans a step with these arguments. Returns its trace, or nil if the step must run once before it can be planned.
+--- `look` gets the forecast before it is printed, and may raise an error.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@param look fun(forecast: ps.engine.Forecast)
