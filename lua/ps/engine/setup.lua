@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Makes an engine: reads the arguments of ps.initialize, applies the configuration to this machine, sets budgets,
 -- builds the module in staging chunks, and decides where updates run. Files for several ranks are loaded only if there
--- are several ranks: every full collection of Lua's garbage walks everything that is loaded.
+-- are several ranks, because every full collection of Lua's garbage walks everything that is loaded.
 local create = require "ps.tensor.create"
 local deferred = require "ps.nn.deferred"
 local environment = require "ps.core.environment"
@@ -36,7 +36,7 @@ local error = caller.error
 
 local setup = {}
 
-local open                  -- engine that owns the context's chunks until it is closed
+local open                  -- the engine that owns the context's chunks, until it is closed
 
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
@@ -52,8 +52,8 @@ local function group_keys()
   return keys
 end
 
--- Checks groups of parameters. A parameter belongs to the first group whose match returns true. Only the last group may
--- have no match function; it gets the remaining parameters.
+-- Checks groups of parameters. A parameter belongs to the first group whose match function returns true. Only the last
+-- group may have no match function, and it gets the remaining parameters.
 local function check_groups(groups)
   local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...)) end
   if groups == nil then return end
@@ -148,8 +148,8 @@ end
 
 local held_out = ffi.new("ps_memory_info")
 
--- Returns the bytes of the host and of a device to which ratios and shares in the configuration refer: the free bytes
--- plus the bytes that this process holds, since budgets include both.
+-- Returns the numbers of bytes of the host and of a device to which ratios and shares in the configuration refer. Each
+-- is the sum of the free bytes and the bytes that this process holds, because budgets include both.
 local function available(device)
   local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- ranks on this machine
   local function held(name)
@@ -171,7 +171,7 @@ local function choose_device(engine)
   return "cpu"
 end
 
--- Returns the settings made outside the configuration, by the mesh or the script's optimizer, by keys of the
+-- Returns the settings that the mesh or the script's optimizer made outside the configuration, by keys of the
 -- configuration.
 local function asked(request)
   local all = copied(mesh.asked())
@@ -179,7 +179,7 @@ local function asked(request)
   return all
 end
 
-local said = {}                 -- printed notes on configurations; a process prints each only once, for all its engines
+local said = {}                 -- notes on configurations that this process has printed, for all its engines
 
 local function note_of_job(engine, text)
   if said[text] then return end
@@ -187,7 +187,7 @@ local function note_of_job(engine, text)
   engine:note(text)
 end
 
--- Returns how ranks share the layers of a model, or false if they do not.
+-- Returns a table that describes how ranks share the layers of a model, or false if ranks share no layers.
 local function layers_of(engine, cfg)
   local group, how = mesh.group "tp", cfg.tensor_parallel
   if not group then return false end
@@ -214,14 +214,15 @@ local function lookups_of(engine, fields)
   return false
 end
 
--- Returns whether the configuration makes every update run inside backward, so that gradients need no separate memory.
+-- Returns whether this configuration makes every update run inside backward. Gradients then need no memory of their
+-- own.
 local function updates_inside(fields, cfg)
   return fields.device == fields.host and not mesh.group "world" and not fields.adds_up and cfg.gradient_clipping <= 0
     and cfg.overlap_optimizer ~= false and not (cfg.precision == "bf16" and cfg.bf16.check_grad_overflow)
 end
 
--- Returns whether masters are kept as remainders. With clipping and without accumulation they would save nothing: a
--- gradient is then stored in its parameter's memory, and remainders need the parameter.
+-- Returns whether masters are kept as remainders. With clipping and without accumulation, remainders would save no
+-- memory. A gradient is then stored in its parameter's memory, but remainders need the parameter.
 local function keeps_remainders(engine, fields, cfg)
   local wanted = cfg.memory.master
   if not wanted then return false end
@@ -246,7 +247,7 @@ end
 ---@param request table
 ---@param config table the module ps.config
 ---@return table fields of the engine that follow from the configuration
----@return ps.engine.Pipeline? pipeline how the configuration cuts the model into stages, or nil if it does not
+---@return ps.engine.Pipeline? pipeline how the configuration cuts the model into stages, or nil if the model is not cut
 function setup.configure(engine, request, config)
   local world = mesh.group "world"
   local cfg, notes = config.read(request.config, { world_size = world and world:size() or 1,
@@ -283,8 +284,8 @@ function setup.configure(engine, request, config)
   return fields, pipeline
 end
 
--- Returns the number of a module's parameters, the number of parameters that train, and the bytes of packed weights.
--- stages: only the parameters of this rank's stages count.
+-- Returns the number of a module's parameter elements, the number of those that train, and the bytes of packed weights.
+-- With `stages`, only the parameters of this rank's stages count.
 local function count(module, stages)
   local numel, trained, blocks = 0, 0, 0
   local function is_here(name) return not (stages and stages:elsewhere(name)) end
@@ -297,10 +298,11 @@ local function count(module, stages)
   return { numel = numel, trained = trained, blocks = blocks }
 end
 
--- Returns the function that creates the model: the script's, or that of a planner that tries other sizes.
+-- Returns the function that creates the model. It is the script's function, or the function of a planner that tries
+-- other sizes.
 local function model_of(model_func) return hooks.ask("model", model_func) or model_func end
 
--- Returns the counts of parameters, like `count`, of a model created without data. Returns nil if the model's function
+-- Returns the same counts as `count` for a model that is created without data. Returns nil if the model's function
 -- cannot run without data.
 local function count_parameters(model_func)
   local restore = random_state.keep()
@@ -310,14 +312,14 @@ local function count_parameters(model_func)
   return ok and counted or nil
 end
 
--- Returns the function that cuts the layers of a model without data, or nil if ranks share no layers.
+-- Returns the function that cuts the layers of a model without data. Returns nil if ranks share no layers.
 local function cutter(engine)
   local how = engine.tensor_parallel
   return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
--- Returns the counts, like `count`, of a cut model's parameters on this rank. Stores the computed cut into stages. All
--- ranks must call it.
+-- Returns the same counts as `count` for the parameters of a cut model on this rank. Stores the cut into stages that it
+-- computes in `pipeline`. All ranks must call it.
 local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local module, made
@@ -333,8 +335,8 @@ local function count_own(engine, pipeline)
   return count(module, made)
 end
 
--- Returns the counts, like `count`, of the parameters whose state this process keeps or shares, or nil if they cannot
--- be counted.
+-- Returns the same counts as `count` for the parameters whose state this process keeps or shares. Returns nil if they
+-- cannot be counted.
 local function count_kept(engine, pipeline)
   if not engine.request_model_func then return nil end
   if pipeline or engine.tensor_parallel then return count_own(engine, pipeline) end
@@ -352,10 +354,10 @@ local function bytes_a_parameter(engine)
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
-local FROZEN_BYTES = 8                  -- most bytes per frozen parameter: fp32, in its first and in its final chunk
+local FROZEN_BYTES = 8                  -- most bytes per frozen parameter: fp32 in its first and in its final chunk
 
--- Returns the size of the disk file in bytes: the configured limit, or this process's share of the model's state and of
--- the buffers that stage its parameters.
+-- Returns the size of the disk file in bytes. This is the configured limit. If none is configured, it is this process's
+-- share of the model's state and of the buffers that stage its parameters.
 local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end
@@ -373,7 +375,7 @@ local function disk_bytes(engine, pipeline)
   return math.floor(free / 2)
 end
 
---- Records that an engine was closed, so that another can be opened.
+--- Records that an engine was closed, so that another engine can be opened.
 ---@param engine ps.Engine
 ---@return boolean was whether this engine owned the context's chunks
 function setup.closed(engine)
@@ -418,7 +420,7 @@ function setup.open_engine(engine, step, pipeline)
   return { adam_rates = adam_rates, ranks = ranks }
 end
 
--- Rejects a module that already has values, but whose layers would have to be cut.
+-- Rejects a module that already has values if its layers would have to be cut.
 local function refuse_whole(request)
   local optimizer, more = request.optimizer, ""
   if optimizer then
@@ -429,7 +431,7 @@ local function refuse_whole(request)
     .. "are made: move the line that makes it into model_func = function() return MODEL_CLASS(...) end" .. more, 0)
 end
 
--- Runs fn(...) and moves each packed weight into a chunk as soon as it has its blocks.
+-- Runs fn(...). Moves each packed weight into a chunk as soon as its blocks exist.
 local function with_packed(fn, ...)
   local off = hooks.on("packed", build.to_own_chunk)
   local function done(ok, ...)
@@ -466,7 +468,7 @@ function setup.make_module(engine, request)
   local cut = engine.tensor_parallel
   local given, model_func, pipeline = request.module, request.model_func, request.pipeline
   if given and cut and not request.is_cut then refuse_whole(request) end
-  -- A stage keeps only its own parameters of an existing module, and frees the bytes of the others.
+  -- A stage keeps only its own parameters of an existing module. It frees the bytes of the other parameters.
   if given and pipeline and not request.stages then
     given, model_func = nil, function() return request.module end
   end
@@ -526,7 +528,7 @@ local function finish_optimizer(engine)
     consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
 end
 
--- Returns the function that runs a forward by calling fn(...), and may store activations on the host.
+-- Returns the function that runs a forward. This function calls fn(...), and may store activations on the host.
 local function runner(engine, run)
   if not engine.cfg.activation_checkpointing.cpu_checkpointing then return run end
   if engine.device ~= engine.host then

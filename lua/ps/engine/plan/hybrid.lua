@@ -84,8 +84,8 @@ local function margin_of(engine, forecast)
   return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
 end
 
--- Selects units in order and skips each unit whose state does not fit into the rest of the margin. `most` is the largest
--- allowed number of their parameters. Returns the selected units and their number.
+-- Selects units in order and skips each unit whose state does not fit into the rest of the margin. `most` is the
+-- largest allowed number of their parameters. Returns the selected units and their number.
 local function within_margin(engine, units, most, margin)
   local on, count, built = {}, 0, engine.built
   for _, unit in ipairs(units) do

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Lets several processes train one model: ranks agree on a model, a plan and a step before they begin it. Each process
--- has its own rows of each batch. Gradients are summed with the weights of the ranks' targets, so a step has the result
--- of one process with all rows. src/zero/shard.h defines each rank's share, and src/zero/reduce.c exchanges gradients.
+-- Lets several processes train one model. The ranks agree on a model, a plan and a step before they begin it. Each
+-- process has its own rows of each batch. Gradients are summed with the weights of the ranks' targets, so a step has
+-- the same result as in one process with all rows. src/zero/shard.h defines each rank's share of the state, and
+-- src/zero/reduce.c exchanges gradients.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
@@ -23,17 +24,17 @@ local ffi, C = native.ffi, native.C
 local data_parallel = {}
 
 ---@class ps.engine.Ranks
----@field world ps.Group all ranks, for agreements and failures
----@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are summed
---- (ps/dist/mesh.lua); only this rank if all other ranks have other layers
+---@field world ps.Group all ranks; used for agreements and failures
+---@field dp ps.Group the ranks that train the same parameters (ps/dist/mesh.lua). Their gradients and losses are
+--- summed. If all other ranks have other layers, it has only this rank
 ---@field tp? ps.Group the ranks that share the same layers
----@field noted string[] hashes of micro-batches and weights of losses since the last step began, if `tp` is set
+---@field noted string[] if `tp` is set: hashes of the micro-batches and weights of the losses since the last step began
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
 
--- Connects the ranks' devices along these axes, if all ranks can be connected. Otherwise bytes are sent through host
--- memory, unless init_distributed forbade this.
+-- Connects the devices of the ranks along these axes directly, if all ranks can be connected. Otherwise bytes are sent
+-- through host memory, unless init_distributed forbade this.
 local function connect(engine, groups)
   local noted = false
   for _, group in ipairs(groups) do
@@ -63,7 +64,7 @@ function data_parallel.new(engine)
   connect(engine, groups)
   random_state.share(self.world)                   -- all ranks create the same model
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
-  local cut = engine.cfg.pipeline.stages > 1  -- ranks then exchange data once per step, not for each micro-batch
+  local cut = engine.cfg.pipeline.stages > 1  -- if so, ranks exchange data once per step, not for each micro-batch
   if self.tp then
     native.check(C.ps_engine_tensor_parallel(native.ctx, self.tp.c))
   end
@@ -72,7 +73,8 @@ function data_parallel.new(engine)
   return self
 end
 
--- Raises an error if loaders read different data, or in a different order. No other check would notice this.
+-- Raises an error if the ranks' loaders read different data, or read it in a different order. No other check would
+-- notice this.
 ---@param records table<string, number>[] records of all ranks. `data` is the hash of the loader's data, or 0 if there
 ---  is no loader
 function Ranks:compare_data(records)
@@ -93,7 +95,8 @@ function Ranks:compare_data(records)
   end
 end
 
--- Returns the rank with the first layers, or with the first part of these layers, in the model replica of a rank.
+-- Returns, for the model replica of a rank, the rank that has the first layers. If ranks share these layers, returns
+-- the rank that has their first part.
 local function first_of_copy(rank)
   local tp, dp = mesh.size "tp", mesh.size "dp"
   return math.floor(rank / tp) % dp * tp
@@ -105,15 +108,15 @@ local function same_stage(a, b)
   return math.floor(a / ranks) == math.floor(b / ranks)
 end
 
--- Fields of a rank's record that must be equal on all ranks of one model replica. stages: must also be equal on all
--- stages. The other fields may differ between stages if the model's own forward runs the stages: each stage may have
--- its own rows, seed and frozen parameters.
+-- Fields of a rank's record that must be equal on all ranks of one model replica. A field with `stages` must also be
+-- equal on all stages. The other fields may differ between stages if the model's own forward runs the stages, because
+-- each stage may then have its own rows, seed and frozen parameters.
 local GOES_ON = "continues with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than"
 local ALIKE = { { field = "batch", what = "has a different batch, or different weights of losses, from" },
   { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
 -- Raises an error if ranks of one model replica have different rows, or would continue with different settings.
--- records: the records of all ranks. same_rows: all stages of the model have the same rows.
+-- `records` are the records of all ranks. `same_rows` is true if all stages of the model have the same rows.
 local function compare_parts(records, same_rows)
   for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do
@@ -133,7 +136,8 @@ local function rows_number(given)
   return said[1] and agree.text_hash(table.concat(said, " ")) or 0
 end
 
--- Prints a note once, after the first micro-batch, if ranks that should divide a batch among them have the same rows.
+-- Prints a note if ranks have the same rows although they should divide a batch among them. Called once, after the
+-- first micro-batch.
 local function compare_rows(self, records)
   self.rows_compared = true
   local seen = {}
@@ -150,8 +154,8 @@ local function compare_rows(self, records)
   end
 end
 
--- Raises an error if ranks that train the same parameters have different optimizer settings: each rank would update its
--- share, or its copies, by its own settings.
+-- Raises an error if ranks that train the same parameters have different optimizer settings. Otherwise each rank would
+-- update its share, or its copies, by its own settings.
 local function compare_rates(self, records)
   local first = {}
   for rank, record in ipairs(records) do
@@ -161,8 +165,8 @@ local function compare_rates(self, records)
   end
 end
 
---- Records a micro-batch for training. The begin of the next step compares it with the micro-batches of the other ranks
---- that have parts of the same layers.
+--- Records a micro-batch for training. At the beginning of the next step, it is compared with the micro-batches of the
+--- other ranks that have parts of the same layers.
 ---@param given any[]
 function Ranks:note_batch(given)
   if not self.rows_compared and not self.engine.driver.in_loops then self.rows = rows_number(given) end
@@ -171,8 +175,8 @@ function Ranks:note_batch(given)
   for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
 end
 
---- Records the weight of a loss, which is compared with the micro-batches. Ranks with parts of the same layers sum
---- their gradients, so they must give a loss the same weight.
+--- Records the weight of a loss. It is compared together with the micro-batches. Ranks with parts of the same layers
+--- sum their gradients, so they must use the same weight for a loss.
 ---@param weight number
 function Ranks:note_weight(weight)
   if self.tp then self.noted[#self.noted + 1] = ("%.17g"):format(weight) end
@@ -185,20 +189,20 @@ local function batch_number(self)
 end
 
 -- -- agreement by plan -----------------------------------------------------------------------------------------------
-local PLANNED = { "tp", "dp" }                     -- axes whose calls within a step are recorded by a dry run
+local PLANNED = { "tp", "dp" }                     -- axes along which a dry run records the calls of a step
 
 -- The fields of a rank's record before a step:
 --   failed     1 if the begin of the step failed
 --   gathers    the number of gathers that run ahead
---   short      1 if there was no room, but there may be with smaller chunks
+--   short      1 if there was no room, but smaller chunks may make room
 --   share      the size that smaller chunks may have, as a fraction of the present size
---   data       the hash of the data that the loader reads, or 0 if there is no loader, or if it was compared before
+--   data       the hash of the data that the loader reads, or 0 if there is no loader or the data was compared before
 --   batch      the hash of the micro-batches and of the weights of losses
 --   settings   the hash of the settings that must be equal on all stages
 --   own        the hash of the seed and of the parameters that train
 --   tp, dp     the hash of the planned calls along this axis, or 0 if no calls are known
---   rows       the hash of the first micro-batch's rows, or 0 if it was compared before
---   ops        the hash of the ops that the forward ran in a dry run, or 0 if they are unknown or were compared before
+--   rows       the hash of the first micro-batch's rows, or 0 if the rows were compared before
+--   ops        the hash of the forward's ops in a dry run, or 0 if the ops are unknown or were compared before
 --   shapes     the hash of the shapes of this step
 --   rates      the hash of the optimizer's settings, which must be equal on the ranks that train the same parameters
 --   thawed     the hash of the names of the parameters that were thawed since the last step, or 0 if there are none
@@ -207,7 +211,7 @@ local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settin
 local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
 local ops_out, n_out = ffi.new "const uint16_t *[1]", ffi.new "int32_t[1]"
 
--- Returns a hash of the collectives that the dry run of this step recorded along an axis, or 0 if there are none.
+-- Returns a hash of the collective calls that the dry run of this step recorded along an axis, or 0 if there are none.
 local function calls_number(self, axis)
   local group = self[axis]
   if not group or group:size() == 1 then return 0 end
@@ -238,7 +242,7 @@ local function plans_differ(self, axis, first, other)
     other - 1, two or "no further call"), 0)
 end
 
--- Begins the plans of groups in which all ranks have the same plan.
+-- Begins the plan of each group in which all ranks have the same plan.
 local function begin_plans(self, records)
   for _, axis in ipairs(PLANNED) do
     local first_of, agreed = {}, {}
@@ -260,7 +264,7 @@ local function begin_plans(self, records)
   end
 end
 
--- Returns the ops of the forward in this step's dry run, as an array and its length, which is 0 without a dry run.
+-- Returns the ops of the forward in this step's dry run, as an array and its length. Without a dry run the length is 0.
 local function forward_ops(self)
   native.check(C.ps_engine_forward_ops(native.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, ops_out, n_out))
   return ops_out[0], n_out[0]
@@ -279,9 +283,9 @@ local function ops_text(self)
   return table.concat(names, "\n")
 end
 
--- Prints a note once if the forward depends on the rank: two ranks that train the same parameters run different ops for
--- batches of the same shapes. This is not an error: one rank may compute something to print. All ranks must call it,
--- and find the same first difference.
+-- Prints a note, at most once, if the forward depends on the rank. The note says that two ranks that train the same
+-- parameters run different ops for batches of the same shapes. This is not an error, because one rank may compute
+-- something to print. All ranks must call this function, and all find the same first difference.
 local function compare_ops(self, records)
   local seen, first, other = {}, nil, nil
   for rank, record in ipairs(records) do
@@ -307,8 +311,9 @@ local function compare_ops(self, records)
       two or "missing", other - 1, one or "missing", first - 1))
 end
 
--- Raises an error on all ranks if ranks that train the same parameters thawed different ones. If a model's own forward
--- runs its stages, each stage has its own list. values: the hashes of all ranks. names: this rank's list of names.
+-- Raises an error on all ranks if ranks that train the same parameters thawed different parameters. If a model's own
+-- forward runs its stages, each stage has its own list. `values` are the hashes of all ranks, and `names` is this
+-- rank's list of names.
 local function compare_thawed(self, values, names)
   local own, first = self.engine.stages and not self.engine.driver.in_loops, {}
   for rank, value in ipairs(values) do
@@ -338,8 +343,8 @@ function Ranks:agree_on_thawed(prepare)
   compare_thawed(self, values, result)
 end
 
--- Returns this rank's record. ok: the step has begun. part: the fraction of an op's chunks for which there was room.
--- thawed: the names of the parameters for which this rank first needs a new layout.
+-- Returns this rank's record. `ok` tells whether the step has begun. `part` is the fraction of an op's chunks for which
+-- there was room. `thawed` has the names of the parameters for which this rank first needs a new layout.
 local function record_of(self, ok, part, limit, key, thawed)
   local engine, mine = self.engine, { failed = (ok or part) and 0 or 1, short = part and 1 or 0,
     share = part or ok and not thawed and limit() or 1, gathers = 0 }
@@ -364,11 +369,11 @@ local function record_of(self, ok, part, limit, key, thawed)
   return mine
 end
 
---- Begins a step by calling `fn`. If one rank fails, all ranks raise an error that names the failed rank and the cause.
---- But if share(problem) is a number on all failed ranks, begin_step returns the minimum of these numbers and the other
---- ranks' limits, and the caller abandons the step. If fn returns names of thawed parameters on any rank, the step has
---- not begun, and all ranks first get a new layout. Gathers run ahead of their uses only if all ranks expect the same
---- gathers.
+--- Begins a step by calling `fn`. If fn fails on a rank, all ranks raise an error that names this rank and the cause.
+--- There is one exception: if share(problem) is a number on all failed ranks, no error is raised. Then begin_step
+--- returns the minimum of these numbers and of the other ranks' limits, and the caller abandons the step. If fn returns
+--- names of thawed parameters on any rank, the step has not begun, and all ranks first get a new layout. Gathers run
+--- ahead of their uses only if all ranks expect the same gathers.
 ---@param fn fun(): string? names of the thawed parameters, if this rank needs a new layout
 ---@param share fun(problem: any): number? returns the fraction of an op's chunks for which there was room
 ---@param limit fun(): number returns the size that smaller chunks may have on this rank, as a fraction of the present
@@ -391,7 +396,7 @@ function Ranks:begin_step(fn, share, limit, key)
     compare_thawed(self, thawed, ok and problem)
     return nil, true
   end
-  if not failed and short then return least end            -- the step begins again and then compares these notes
+  if not failed and short then return least end            -- the step will begin again and then compare these notes
   self.noted = {}
   for rank, record in ipairs(records) do
     same = same and (record.gathers == mine.gathers or not same_stage(rank - 1, self.world:rank()))
@@ -413,16 +418,16 @@ function Ranks:begin_step(fn, share, limit, key)
   end
 end
 
---- Sets the sample index from which dropout draws, if it is 0 because no loader numbers the samples of all ranks. Each
---- rank then begins at rank times 2^20, so that indices differ between ranks for up to 2^20 rows each. An index has 32
---- bits.
+--- Sets the index of the sample from which dropout draws, if it is 0. It is 0 if no loader numbers the samples of all
+--- ranks. Each rank then begins at its rank times 2^20. The indices of two ranks thus differ if each rank has at most
+--- 2^20 rows. An index has 32 bits.
 function Ranks:number_samples()
   local rng = random.state()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
---- Returns the minimum of a number over the ranks that train the same layers. Plans and layouts of these ranks must be
---- equal.
+--- Returns the minimum of a number over the ranks that train the same layers. The plans and layouts of these ranks must
+--- be equal.
 ---@param value integer
 ---@return integer
 function Ranks:least(value)
@@ -445,8 +450,9 @@ local function share_values(group, row)
   if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
 end
 
---- Checks that the ranks created the same model. Then broadcasts values from the first rank of each group that holds
---- the same values: along dp if each rank has the whole model (stage 0), and along tp for parameters that are not cut.
+--- Checks that the ranks created the same model. Then, in each group of ranks that hold the same values, the first rank
+--- broadcasts the values. If each rank has the whole model (stage 0), this is done along dp for all parameters. Along
+--- tp, it is done for the parameters that are not cut.
 function Ranks:begin()
   local engine, tp = self.engine, self.tp
   replicas.model(self.dp, engine)
@@ -465,7 +471,7 @@ local function some(names)
   return table.concat(names, ", ", 1, math.min(#names, 8)) .. (#names > 8 and ", ..." or "")
 end
 
--- Returns the names of the parameters that have their values or gradients in a stripe of chunks.
+-- Returns the names of the parameters whose values or gradients are in a stripe of chunks.
 local function names_of(built, stripe)
   local names, inside = {}, {}
   for _, row in ipairs(built.layout.chunks) do
@@ -477,8 +483,9 @@ local function names_of(built, stripe)
   return names
 end
 
---- Completes the error of ranks that use different parameters, or have gradients of different parameters. Names the
---- parameters in the error's stripes and, in backward, those without a gradient on this rank.
+--- Completes the error of ranks that use different parameters, or that have gradients of different parameters. Adds the
+--- names of the parameters in the error's stripes. In backward, also adds the names of the parameters that have no
+--- gradient on this rank.
 ---@param problem any
 ---@param backward? boolean
 function Ranks:explain(problem, backward)

@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Compares state that must be equal on all ranks.
 --
--- Before the first step, ranks compare the model's parameters and every setting that decides a value or an order
--- (budgets and prints may differ). They compare a hash of these values as text. If hashes differ, they exchange the
--- texts. Every rank then raises the same error, which names the first difference.
+-- Before the first step, ranks compare the model's parameters and every setting that decides a value or an order.
+-- Budgets and printed output may differ. The ranks first compare a hash of these values, written as text. If the hashes
+-- differ, the ranks exchange the texts. Every rank then raises the same error, which names the first difference.
 --
--- Every compare_ranks_every steps, ranks look for a flipped bit or different code, which might otherwise show weeks
--- later. They compare hashes of step counts, the optimizer's settings, the loss scale, the random numbers, and buffers.
--- They also compare the fp32 values of parameters that have copies: along dp all parameters (stage 0), and along tp the
--- parameters that are not cut. State that only one rank owns has no copy to compare, so a difference in the settings
--- would not show there.
+-- Every compare_ranks_every steps, ranks compare their state. This finds a flipped bit or different code, which might
+-- otherwise be noticed only weeks later. They compare hashes of the step counts, the optimizer's settings, the loss
+-- scale, the random numbers and the buffers. They also compare the fp32 values of parameters that have copies. Along dp
+-- these are all parameters (stage 0), and along tp the parameters that are not cut. State that only one rank owns has
+-- no copy to compare, so a difference in the settings would not show there.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local optim_groups = require "ps.optim.groups"
@@ -53,8 +53,8 @@ local function model_lines(engine)
   return lines
 end
 
--- Returns the lines that describe how this rank cuts a model into stages. Each rank cuts the whole model, created
--- without data.
+-- Returns lines that describe how this rank cuts a model into stages. Each rank describes the whole model, which was
+-- created without data.
 local function cut_lines(module, stages)
   local lines = {}
   for name, param in module:named_parameters() do
@@ -142,7 +142,7 @@ function replicas.rates(engine) return table.concat(group_lines(engine), "\n") e
 --- Raises the error of ranks whose optimizers have different settings. All ranks must call it.
 ---@param group ps.Group of all ranks
 ---@param engine ps.Engine
----@param rank integer the first rank, from 1, whose settings differ from those of the first rank in its line
+---@param rank integer the first rank, counted from 1, whose settings differ from those of the first rank in its line
 function replicas.differ(group, engine, rank)
   local said, first = agree.texts(group, replicas.rates(engine)), mesh.line_of("dp", rank - 1)
   for zeroth = 0, rank - 1 do
@@ -154,11 +154,11 @@ function replicas.differ(group, engine, rank)
 end
 
 -- -- every few steps -------------------------------------------------------------------------------------------------
---- names the contents of settings(), for errors
+--- the contents of settings(), named in errors
 replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
 
---- Returns the values that decide the next steps and must be equal on all ranks, as text. Stages may have their own
---- seeds, so the seed is not included.
+--- Returns, as text, the values that decide the next steps and must be equal on all ranks. The seed is not included,
+--- because stages may have their own seeds.
 ---@param engine ps.Engine
 ---@return string
 function replicas.settings(engine)
@@ -174,15 +174,15 @@ function replicas.settings(engine)
   return table.concat(parts, " ")
 end
 
--- Returns the state of this rank's random numbers that all ranks have in common, as text for errors.
+-- Returns the part of this rank's random-number state that must be equal on all ranks, as text for errors.
 local function random_text()
   local rng = random.state()
   return (("seed %s, step %s"):format(tostring(rng.seed), tostring(rng.step)):gsub("ULL", ""))
 end
 
 -- Returns a {name, hash} pair for each compared state, in the same order on all ranks of the axis. The first pair is
--- that of the random numbers. State that ranks of dp share has only one copy and is not compared. Along tp, each rank
--- has a copy of the parameters that are not cut.
+-- the pair of the random numbers. If ranks share a state along dp, it has only one copy and is not compared. Along tp,
+-- each rank has a copy of the parameters that are not cut.
 local function hashes(engine, axis)
   local list = { { "random numbers", agree.text_hash(random_text()) },
     { replicas.OF_SETTINGS, agree.text_hash(replicas.settings(engine)) } }
@@ -204,7 +204,8 @@ local function hashes(engine, axis)
   return list
 end
 
--- Returns the ranks whose value differs from the most common value, or from rank 0's value if no value is more common.
+-- Returns the ranks whose value differs from the most common value. If no value is more common than rank 0's value,
+-- returns the ranks that differ from rank 0.
 local function odd_ones(column)
   local counts, common = {}, column[1]
   for _, value in ipairs(column) do counts[value] = (counts[value] or 0) + 1 end
@@ -226,7 +227,7 @@ local function random_differ(engine, group, odd)
       group:world_rank(usual), said[usual + 1])
 end
 
--- Returns the error of ranks that differ along an axis, or nil if they are equal.
+-- Returns the error of ranks that differ along an axis, or nil if no ranks differ.
 local function difference_along(engine, axis)
   local group = engine.ranks[axis]
   if not group or group:size() == 1 then return nil end

@@ -16,7 +16,7 @@ local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 ---@field rank integer
 ---@field size integer
 ---@field stripes integer number of stripes assigned so far
----@field staged number[] bytes of the staged parameters, by rank from 1
+---@field staged number[] bytes of the parameters that each rank has staged so far, by rank from 1
 local Sharding = {}
 Sharding.__index = Sharding
 
@@ -34,7 +34,7 @@ function zero.new(group, stage, stays, once)
   return self
 end
 
---- state(), gradients() and parameters() return whether the optimizer state, gradients and parameters have one owner.
+--- These functions return whether the optimizer state, the gradients and the parameters have only one owner.
 function Sharding:state() return self.stage >= 1 end
 function Sharding:gradients() return self.stage >= 2 end
 function Sharding:parameters() return self.stage >= 3 end
@@ -52,7 +52,7 @@ function Sharding:part(at)
   return part_out[0]
 end
 
---- Drops a part whose chunk will be freed. A part that holds tensors is freed with its last tensor.
+--- Drops a part whose chunk will be freed. If the part holds tensors, it is freed together with its last tensor.
 ---@param part integer
 function Sharding:drop(part)
   native.check(C.ps_engine_part_drop(native.ctx, part))
@@ -71,8 +71,8 @@ function Sharding:tensor(like, dtype, device, part, offset, name)
   return native.own(tensor_out[0])
 end
 
---- Returns a tensor over this rank's own bytes of another tensor, as seen from a device, or nil if another rank owns
---- the bytes.
+--- Returns a tensor, seen from a device, over the bytes of another tensor that this rank owns. Returns nil if another
+--- rank owns the bytes.
 ---@return ps.Tensor?
 function Sharding:own(tensor, device)
   native.retry(C.ps_engine_own, native.ctx, tensor, device, tensor_out)
@@ -86,7 +86,7 @@ function Sharding:take_stripes(count)
   return self.stripes - count
 end
 
---- Returns the rank that stages the next parameter, which has `nbytes` bytes.
+--- Returns the rank that will stage the next parameter. `nbytes` is the size of this parameter in bytes.
 ---@return integer
 function Sharding:stage_owner(nbytes)
   local rank = 1

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reports the cost of one step by module (the configuration's flops_profiler), from the record of events. As in
--- DeepSpeed, `profile_step` is the number of steps before that step.
+-- Reports the cost of one step by module (flops_profiler in the configuration). The costs come from the record of
+-- events. As in DeepSpeed, `profile_step` is the number of steps before the reported step.
 local native = require "ps.core.ffi"
 local profiler = require "ps.profile.profiler"
 local json = require("cjson").new()
@@ -13,18 +13,18 @@ local flops_profiler = {}
 ---@class ps.engine.FlopsProfiler
 ---@field engine ps.Engine
 ---@field settings ps.config.FlopsProfiler
----@field owns boolean whether the record belongs to this profiler, not to the script
+---@field owns boolean whether the record belongs to this profiler and not to the script
 local FlopsProfiler = {}
 FlopsProfiler.__index = FlopsProfiler
 
--- Starts to record if the next step is the step to profile. If the script is recording already, that record is used.
+-- Starts to record if the next step is the step to profile. If the script is already recording, its record is used.
 local function begin(self)
   if self.engine.steps ~= self.settings.profile_step then return end
   self.owns = C.ps_record_is_on() == 0
   if self.owns then profiler.start() end
 end
 
---- Creates a profiler, or returns nil if the configuration does not enable it or its result would be written nowhere.
+--- Creates a profiler. Returns nil if the configuration does not enable it, or if its result would be written nowhere.
 ---@param engine ps.Engine
 ---@return ps.engine.FlopsProfiler?
 function flops_profiler.new(engine)
@@ -35,13 +35,13 @@ function flops_profiler.new(engine)
   return self
 end
 
--- Returns how deep in the model the module with this path is.
+-- Returns the depth in the model of the module with this path.
 local function depth_of(path)
   if path == "" then return 0 end
   return 1 + select(2, path:gsub("%.", ""))
 end
 
--- Returns the last step of the record as a profile, or nil if the script began or ended a record in the meantime.
+-- Returns the last step of the record as a profile. Returns nil if the script began or ended a record in the meantime.
 local function last_step()
   local profile = json.decode(require "ps.profile.save"())
   local steps = profile.psluajit.steps
@@ -102,7 +102,7 @@ local function text(self, profile)
   return table.concat(lines, "\n") .. "\n"
 end
 
---- Ends a step: writes the result after the profiled step, and begins to record before it.
+--- Called at the end of each step. Begins to record before the profiled step, and writes the result after it.
 function FlopsProfiler:step_done()
   if self.engine.steps ~= self.settings.profile_step + 1 then return begin(self) end
   if self.owns then profiler.stop() end

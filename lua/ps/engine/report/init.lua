@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a line every `steps_per_print` steps: loss, accuracy, learning rate, loss scale, seconds per step, and bytes
--- moved between tiers. Rank 0 writes the line, with the mean loss of all ranks. Accuracy is the fraction of targets
--- that have the largest logit, if F.cross_entropy, F.lm_loss or F.nll_loss makes the loss. wall_clock_breakdown adds
--- the seconds of forward, backward and step, and PatrickStar's two speeds: operations per second of this process, and
--- samples per second of all processes. memory_breakdown adds lines about memory.
+-- Writes a line every `steps_per_print` steps. The line has the loss, accuracy, learning rate, loss scale, seconds per
+-- step, and bytes moved between tiers. Rank 0 writes the line, with the mean loss of all ranks. Accuracy is the
+-- fraction of targets whose logit is the largest. It is reported if F.cross_entropy, F.lm_loss or F.nll_loss makes the
+-- loss. wall_clock_breakdown adds the seconds of forward, backward and step. It also adds PatrickStar's two speeds:
+-- operations per second of this process, and samples per second of all processes. memory_breakdown adds lines about
+-- memory.
 --
--- Monitors (ps.monitor) get each step's numbers, flops_profiler gets the numbers of one step, and comms_logger counts
--- the calls between ranks. An engine without any of these settings has no report.
+-- Each step's numbers also go to the monitors (ps.monitor). flops_profiler reports the costs of one step, and
+-- comms_logger counts the calls between ranks. An engine without any of these settings has no report.
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local views = require "ps.memory.views"
@@ -24,7 +25,7 @@ local HELD = 10               -- number of tensors at the peak that memory_break
 local PARTS = { "forward", "backward", "step" }
 
 ---@class ps.engine.Report
----@field every number steps per line, math.huge for no lines
+---@field every number steps per line, or math.huge if no lines are written
 ---@field monitor? ps.Monitor
 ---@field breakdown boolean
 ---@field memory boolean whether to write lines about memory
@@ -35,7 +36,7 @@ local PARTS = { "forward", "backward", "step" }
 local Report = {}
 Report.__index = Report
 
--- Returns the bytes that were fetched and evicted between all tiers since the engine was opened, as two numbers.
+-- Returns two numbers: the bytes fetched and the bytes evicted between all tiers since the engine was opened.
 local function moved()
   local up, down = 0, 0
   for _, tier in ipairs(chunks.tiers() or {}) do up, down = up + tier.bytes_up, down + tier.bytes_down end
@@ -107,7 +108,7 @@ end
 ---@return boolean
 function Report:scores() return self.monitor ~= nil or has_line(self, self.engine.steps + 1) end
 
---- Records how many targets of a micro-batch the model hit.
+--- Records for how many targets of a micro-batch the logit of the target is the largest (hits).
 ---@param hits number
 ---@param targets number
 function Report:take_score(hits, targets) self.hits, self.targets = self.hits + hits, self.targets + targets end
@@ -146,7 +147,7 @@ local function memory(engine)
   return ("%s\n%s"):format(views.memory(device), held)
 end
 
--- Writes the events of a step under DeepSpeed's names. Times are milliseconds of this step.
+-- Writes the events of a step under DeepSpeed's names. Times are in milliseconds and belong to this step only.
 local function write_events(self)
   local engine, list = self.engine, {}
   local opt = engine.optimizer

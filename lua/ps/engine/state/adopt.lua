@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Handles optimizers of ps.optim that were made before ps.initialize. If one is passed to ps.initialize, the engine
--- adopts its settings and groups, and the script continues to use it as the engine's optimizer. The step() of any other
--- optimizer over the same parameters is refused: it would update them a second time.
+-- Handles optimizers of ps.optim that were made before ps.initialize. If an optimizer is passed to ps.initialize, the
+-- engine adopts its settings and groups, and the script continues to use it as the engine's optimizer. Any other
+-- optimizer over the same parameters refuses step(), because its step() would update them a second time.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local optimizers = require "ps.optimizers"
@@ -26,14 +26,15 @@ function adopt.check(optimizer)
   end
 end
 
---- Returns the optimizer's settings by keys of the configuration, each as a list of the value and its name in messages.
+--- Returns the optimizer's settings by keys of the configuration. Each setting is a list of its value and its name in
+--- messages.
 ---@param optimizer ps.Optimizer
 ---@return table<string, any[]>
 function adopt.settings(optimizer)
   local said = { ["optimizer.type"] = { optimizer.kind.name, "the optimizer's type" } }
   for _, name in ipairs(optimizers.of(optimizer.kind.name).settings) do
     local value = optimizer.defaults[name]
-    if name == "lr" then value = optimizer.given_lr end           -- if no lr was given, each group has its own lr
+    if name == "lr" then value = optimizer.given_lr end           -- nil if no lr was given: each group has its own lr
     if value ~= nil then said["optimizer.params." .. name] = { value, "the optimizer's " .. name } end
   end
   if optimizer.max_norm then said.gradient_clipping = { optimizer.max_norm, "the optimizer's max_norm" } end
@@ -43,11 +44,13 @@ end
 --- Returns the optimizer's groups as param_groups of an engine, which identifies parameters by name.
 ---@param optimizer ps.Optimizer
 ---@param module ps.nn.Module
----@return table[] param_groups also has a function `adopted`, which returns whether the optimizer has a parameter
+---@return table[] param_groups has also a field `adopted`: a function that returns whether the optimizer has a
+---  parameter
 function adopt.groups(optimizer, module)
   local number_of, list, by_name, left = {}, {}, {}, {}
   for number, group in ipairs(optimizer.groups) do
-    -- nil if the group has the optimizer's own kind, since the configuration's type names it. ps.bmt names no kinds.
+    -- The kind is nil if it is the optimizer's own kind, which the configuration's type names. Groups of ps.bmt name no
+    -- kinds.
     local kind = group.kind ~= optimizer.kind.name and group.kind or nil
     list[number] = { match = function(name) return by_name[name] == number end, optimizer = kind }
     for _, key in ipairs(optimizers.of(kind or optimizer.kind.name).settings) do list[number][key] = group[key] end
@@ -80,7 +83,7 @@ function adopt.check_thawed(engine, name)
     .. "be trained: create that optimizer with all parameters that will train, before they are frozen"):format(name))
 end
 
---- Makes every other optimizer that has parameters of this module refuse step() while the engine is open.
+--- Makes step() raise an error while the engine is open, for every other optimizer that has parameters of this module.
 ---@param engine ps.Engine
 ---@param module ps.nn.Module
 function adopt.take(engine, module)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs calls that evaluate or save a model with the values for evaluation. A schedule-free optimizer trains with other
--- values, so the parameters move to their averages and back.
+-- Runs calls that evaluate or save a model. During a call, parameters have their values for evaluation. A schedule-free
+-- optimizer trains with other values. Its parameters move to their averages before the call, and back after it.
 local average = require "ps.optim.average"
 local step = require "ps.engine.step"
 local error = require("ps.core.caller").error

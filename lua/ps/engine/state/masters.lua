@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Keeps the fp32 masters of half parameters equal to values written from outside the engine. Module's load_state_dict
--- writes into the master and rounds it into the parameter (masters answer the hook "load"). Any other write (nn.init,
--- copy_, a slice) changes the version of the parameter's bytes, and the master then takes the new value.
+-- Keeps the fp32 masters of half parameters equal to values that are written from outside the engine. A module's
+-- load_state_dict writes a value into the master and rounds it into the parameter, because masters answer the hook
+-- "load". Any other write (nn.init, copy_, a slice) changes the version of the parameter's bytes. The master then gets
+-- the new value.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
@@ -19,8 +20,8 @@ function masters.split(place, low, values)
   scope.no_grad(function() native.ops.remainder_split_ { place, low, values } end)
 end
 
---- Returns the fp32 values of a row of built.list, as the host sees them, or nil if another rank holds them. The tensor
---- belongs to the engine, unless the row has remainders: it is then a copy.
+--- Returns the fp32 values of a row of built.list, as the host sees them. Returns nil if another rank holds them. The
+--- tensor belongs to the engine. But if the row has remainders, the tensor is a copy.
 ---@param row table
 ---@return ps.Tensor?
 function masters.values(row)
@@ -31,7 +32,8 @@ function masters.values(row)
 end
 
 --- Returns the fp32 values of a row, like masters.values. If the row has remainders, returns a description of the
---- values with a function that makes them, so that a writer needs the memory of only one tensor.
+--- values instead. The description has a function that makes the values, so that a writer needs the memory of only one
+--- tensor.
 ---@param row table
 ---@return ps.Tensor|ps.LaterTensor|nil
 function masters.values_later(row)
@@ -39,7 +41,8 @@ function masters.values_later(row)
   return { shape = row.param:shape(), dtype = "fp32", make = function() return masters.values(row) end }
 end
 
--- Creates the fp32 tensor of a held parameter with remainders when its field `to` is read. `loaded` frees the tensor.
+-- Metatable of the entry for a parameter with remainders. A read of the field `to` creates the parameter's fp32 tensor,
+-- and `loaded` frees the tensor.
 local REMAINDERS = { __index = function(held, key)
   if key ~= "to" then return nil end
   held.to = scope.no_grad(function() return native.ops.remainder_join(held.at, held.low) end)
@@ -57,7 +60,8 @@ end
 ---@field place? ps.Tensor the parameter as the host sees it, if it is on a device or ranks share it
 ---@field rounds boolean whether `to` is a master
 ---@field seen integer version of the parameter's bytes when it last equalled its master
----@field elsewhere? integer rank that owns the parameter, if it is another rank; this rank does not write the parameter
+---@field elsewhere? integer the rank that owns the parameter, if it is another rank; this rank does not write the
+--- parameter
 
 ---@class ps.engine.Masters
 ---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
@@ -75,9 +79,9 @@ local function copy_to_place(held, param)
   held.seen = C.ps_tensor_version(param)
 end
 
---- Creates the masters of a layout from the rows {param, master, place} of built.list. `master` can be the parameter
---- itself. `place` is the parameter as the host sees it, if it is on a device or ranks share it. Parameters of other
---- owners are marked, so that this rank does not load them.
+--- Creates the masters of a layout from the rows {param, master, place} of its lists. `master` can be the parameter
+--- itself. `place` is the parameter as the host sees it, if it is on a device or ranks share it. Parameters that other
+--- ranks own are marked, so that this rank does not load them.
 ---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
 function masters.new(built)
@@ -85,7 +89,8 @@ function masters.new(built)
   for _, list in ipairs { built.list, built.frozen } do
     for _, row in ipairs(list) do self.shared = self.shared or row.owner ~= nil end
   end
-  -- The listeners refer to the masters weakly: a script may drop a model in plain memory without closing it.
+  -- The hooks hold only a weak reference to the masters, because a script may drop a model in plain memory without
+  -- closing it.
   local weak = setmetatable({ self }, { __mode = "v" })
   self.unlisten = hooks.on("load", function(param)
     if weak[1] then return weak[1].held[param] end
@@ -139,12 +144,12 @@ function Masters:note()
   for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
 end
 
--- Notes that values were loaded. Ranks that share parameters gather them again at the next use.
+-- Records that values were loaded. Ranks that share parameters gather them again at the next use.
 function Masters:loaded()
   if self.shared then native.check(C.ps_engine_forget(native.ctx)) end
 end
 
---- Stops listening. The parameters no longer exist.
+--- Removes the hooks, because the parameters no longer exist.
 function Masters:close()
   self.unlisten()
   self.rows, self.held = {}, {}

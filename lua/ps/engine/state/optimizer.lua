@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The optimizer of an engine, which ps.initialize returns with the model: one of ps.optimizers on chunks, with the
--- configuration's clipping, loss scale and accumulation. Groups, set_lr, step and zero_grad work as in ps.optim.
+-- The optimizer of an engine, which ps.initialize returns together with the model. It is an optimizer of ps.optimizers
+-- that works on chunks. It has the configuration's clipping, loss scale and accumulation. Groups, set_lr, step and
+-- zero_grad work as in ps.optim.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local average = require "ps.optim.average"
@@ -20,7 +21,7 @@ local ffi, C = native.ffi, native.C
 
 ---@class ps.EngineOptimizer
 ---@field groups table[] groups with their optimizer (kind) and settings, which may be changed between steps
----@field states ps.optimizers.State[][] states of each group's parameters, in addition to their fp32 values
+---@field states ps.optimizers.State[][] for each group, the states of its parameters in addition to their fp32 values
 ---@field steps integer number of updates, excluding skipped ones
 ---@field scaler? ps.LossScaler
 ---@field max_norm? number
@@ -63,8 +64,8 @@ function Optimizer:settings_into(how, factors)
   how.groups, how.n_groups = self.c_groups, n
 end
 
---- Checks the settings and returns them as text, which reveals later changes: settings must not change between the
---- begin of an update and the end of step().
+--- Checks the settings and returns them as text. The caller compares texts to find later changes. Settings must not
+--- change from the beginning of an update to the end of step().
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
@@ -83,7 +84,8 @@ function Optimizer:checked_settings()
   return table.concat(parts)
 end
 
---- Returns the factor that undoes the loss scale and the sum over micro-batches on gradients in the update.
+--- Returns the factor by which the update multiplies gradients. It undoes the loss scale and the sum over
+--- micro-batches.
 ---@return number
 function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
@@ -141,7 +143,7 @@ function Optimizer:set_factor(place, factor) -- luacheck: no self
   native.check(C.ps_engine_param_scale(native.ctx, place - 1, factor))
 end
 
---- Multiplies gradients by the action's factor, and updates the parameters that this step has not updated yet.
+--- Multiplies gradients by the action's factor. Updates the parameters that this step has not updated yet.
 function Optimizer:update() native.retry(C.ps_engine_update, native.ctx) end
 
 --- Returns the number of parameters that this step has updated, and the number of all parameters.
@@ -155,16 +157,16 @@ end
 
 --- Drops the gradients of all parameters.
 function Optimizer:drop() native.check(C.ps_engine_drop_grads(native.ctx)) end
---- Raises an error for gradients that exist before a step's first backward. Only plain memory needs this: in chunks, C
---- allows no such gradients.
+--- Raises an error for gradients that exist before a step's first backward. Only plain memory needs this, because C
+--- allows no such gradients in chunks.
 function Optimizer:check_no_gradients() end
 --- Drops gradients that C does not drop when it abandons a step. They exist only in plain memory.
 function Optimizer:drop_own() end
 
 -- -- called by scripts ------------------------------------------------------------------------------------------------
---- Updates the parameters after backward of the step's last micro-batch; before that backward it does nothing. If
---- gradients overflowed, or no target counts, nothing is updated (the step is skipped). If an update fails, another
---- call updates the remaining parameters with the same factor on gradients.
+--- Updates the parameters after the backward of the step's last micro-batch. Before that backward it does nothing. If
+--- gradients overflowed, or if no target counts, the step is skipped: no parameter is updated. If an update fails,
+--- another call updates the remaining parameters with the same factor on gradients.
 ---@param options? table must be empty: there are no options
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
@@ -176,8 +178,8 @@ function Optimizer:step(options)
   return info
 end
 
---- Drops the gradients. Does nothing while micro-batches accumulate, so that the usual loop of zero_grad, forward,
---- backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons the step,
+--- Drops the gradients. Does nothing while micro-batches accumulate. The usual loop of zero_grad, forward, backward and
+--- step thus works with any gradient_accumulation_steps. After the step's last backward, zero_grad abandons the step,
 --- unless parameters were updated.
 ---@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
 function Optimizer:zero_grad(set_to_none)
@@ -222,25 +224,26 @@ local function switch(self, train, call)
   self:loaded()
 end
 
---- Moves the parameters to their values for evaluation: with AdamWScheduleFree the averages x; other optimizers change
---- nothing. ps.train.run, ps.evaluate, save_pretrained and generate call it. All ranks must call it, between steps.
+--- Moves the parameters to their values for evaluation. With AdamWScheduleFree these are the averages x. Other
+--- optimizers change nothing. ps.train.run, ps.evaluate, save_pretrained and generate call this function. All ranks
+--- must call it, between steps.
 function Optimizer:eval() switch(self, false, "optimizer:eval()") end
 
---- Moves the parameters back after eval() to their values for training, which can differ from the earlier values by
---- rounding. Only AdamWScheduleFree changes anything. All ranks must call it, between steps.
+--- After eval(), moves the parameters back to their values for training. Because of rounding, these can differ from the
+--- values before eval(). Only AdamWScheduleFree changes anything. All ranks must call it, between steps.
 function Optimizer:train() switch(self, true, "optimizer:train()") end
 
---- Sets the learning rate for the next step. A group with a different rate keeps its ratio to the optimizer's rate. If
---- the optimizer was created without a rate and its groups have different rates, raises an error: set
---- optimizer.groups[i].lr instead.
+--- Sets the learning rate for the next step. If the rate of a group differs from the optimizer's rate, their ratio
+--- stays the same. Raises an error if the optimizer was created without a rate and its groups have different rates. In
+--- this case, set optimizer.groups[i].lr instead.
 ---@param lr number
 function Optimizer:set_lr(lr)
   step.check_settings(self.engine, "set_lr")
   groups.set_lr(self, lr)
 end
 
--- Functions for optim/state.lua, up to set_updates. Parameters are numbered in order of registration, from 1. averages
--- in the result of slot(): a tensor per state of the group, or nil if another rank holds them.
+-- Functions for optim/state.lua, up to set_updates. Parameters are numbered from 1 in the order of registration. The
+-- result of slot() has a field `averages`: a tensor per state of the group, or nil if another rank holds the states.
 function Optimizer:count() return #self.built.list end
 function Optimizer:order(i) return self.built.list[i].order end
 function Optimizer:slot(i)
@@ -252,9 +255,9 @@ end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
 function Optimizer:set_updates(i, t) native.check(C.ps_engine_set_param_steps(native.ctx, i - 1, t)) end
 
---- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, for SGD with
---- momentum_buffer. n counts from 0 in the order of groups. With a model, returns ps.checkpoints' form: {tensors by
---- name, values}. The tensors belong to the engine: save them before the next step. Masters are part of
+--- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}. For SGD, an entry
+--- has momentum_buffer. n counts from 0 in the order of groups. With a model, returns the form of ps.checkpoints:
+--- {tensors by name, values}. The tensors belong to the engine: save them before the next step. Masters are part of
 --- model:state_dict().
 ---@param model? any
 ---@return table
@@ -264,8 +267,8 @@ function Optimizer:state_dict(model)
   return state.torch(self)
 end
 
---- Loads a state from state_dict, in either form, or from an open file (ps.load with lazy = true), one tensor at a
---- time. Abandons the current step.
+--- Loads a state that state_dict returned, in either form, or loads it from an open file (ps.load with lazy = true).
+--- Loads one tensor at a time. Abandons the current step.
 ---@param saved table|ps.TorchFile
 ---@param model? any as in ps.optim; ignored, since this optimizer knows its model
 function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
@@ -279,12 +282,11 @@ function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   step.mend(self.engine, "optimizer")
 end
 
---- Notes that values of the state, possibly masters, were written.
+--- Records that values of the state, possibly masters, were written.
 function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 
---- Assigns the trained parameters to groups, and sorts built.list by virtual stage and then by group. Parameters are
---- ordered as in ps.optim and PyTorch, group by group. Norms are summed in this order, whichever rank holds a
---- parameter.
+--- Assigns the trained parameters to groups. Sorts built.list by virtual stage and then by group. As in ps.optim and
+--- PyTorch, parameters are ordered group by group. Norms are summed in this order, whichever rank holds a parameter.
 ---@param self ps.EngineOptimizer
 function optimizer.arrange(self)
   local engine, built, all = self.engine, self.built, copied(self.built.list)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs an engine in plain memory (memory = "plain"): parameters stay where they were made, and the optimizer is one of
--- ps.optim. Configuration and calls are the same as with chunks. Specs compare both, bit for bit. Models with dtypes
--- that chunks cannot hold use it.
+-- Runs an engine in plain memory (memory = "plain"). Parameters stay where they were made, and the optimizer is one of
+-- ps.optim. The configuration and the calls are the same as with chunks. Specs compare the results of both, bit for
+-- bit. Plain memory also accepts models with dtypes that chunks cannot hold.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -44,12 +44,12 @@ end
 
 function PlainOptimizer:set_factor(place, factor) self.engine.built.list[place].entry.scale = factor end
 
--- Drops the factors on gradients, which are valid for one step only.
+-- Drops the factors on gradients, because they are valid for only one step.
 local function forget_factors(self)
   for _, row in ipairs(self.engine.built.list) do row.entry.scale = nil end
 end
 
--- Updates the parameters. Drops each parameter's gradient after its update, so that a second call after an error
+-- Updates the parameters. Drops each parameter's gradient after its update. After an error, a second call therefore
 -- updates only the remaining parameters.
 function PlainOptimizer:update(scale)
   optim.apply(self.inner, scale, function(entry)
@@ -60,7 +60,7 @@ function PlainOptimizer:update(scale)
   forget_factors(self)
 end
 
--- Raises an error if loss:backward() made gradients. In chunks, the walk itself requires model:backward.
+-- Raises an error if the script's loss:backward() made gradients. In chunks, the walk itself requires model:backward.
 function PlainOptimizer:check_no_gradients()
   for _, row in ipairs(self.engine.built.list) do
     if row.param:grad() ~= nil then
@@ -222,7 +222,7 @@ local function begin_step(engine)
 end
 
 --- Creates the module and the optimizer of ps.optim. engine/setup.lua has read the configuration.
----@param engine ps.Engine with cfg, accumulate, precision, device_name and so on
+---@param engine ps.Engine with the fields cfg, accumulate, precision, device_name and others
 ---@param request table
 ---@return table fields of the engine
 function plain.initialize(engine, request)

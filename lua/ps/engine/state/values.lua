@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads an engine's parameters: their fp32 values, even while their memory holds gradients, and their gradients without
--- the loss scale. Each rank returns the values that it owns.
+-- Reads an engine's parameters: their fp32 values and their gradients without the loss scale. The values can be read
+-- even while the parameters' memory holds gradients. Each rank returns the values that it owns.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
@@ -11,8 +11,8 @@ local C = native.C
 
 local values = {}
 
--- Returns this rank's own bytes of a gradient, as the host sees them, or nil if another rank owns the gradient. Reading
--- the tensor in its part would gather the other ranks' bytes.
+-- Returns the bytes of a gradient that this rank owns, as a tensor that the host sees. Returns nil if another rank owns
+-- the gradient. Does not read the gradient's tensor in its part, because that would gather the other ranks' bytes.
 local function own_gradient(engine, grad)
   if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(native.ctx,
     grad) ~= 0) then return grad end
@@ -21,7 +21,7 @@ local function own_gradient(engine, grad)
   return own
 end
 
---- Returns the gradient of an engine's parameter in the current step. Also returns the factor that undoes the loss
+--- Returns two values: the gradient of an engine's parameter in the current step, and the factor that undoes the loss
 --- scale and the sums over micro-batches and ranks.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
@@ -43,8 +43,8 @@ end
 
 --- Returns the parameters whose values this rank holds, in the order of the model.
 ---@param engine ps.Engine
----@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list tensors of the engine; `factor` is
---- the factor on `grad`
+---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list the engine's tensors; `factor` is
+--- the number by which `grad` must be multiplied
 function values.parameters(engine)
   local state, rows, list = engine:state_dict { tied = false }, {}, {}
   for _, row in ipairs(engine.built.list) do rows[nn_module.address(row.param)] = row end
