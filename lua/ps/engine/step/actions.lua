@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Performs the actions of a step. C owns the step's table of actions and says which action is due (ps_step,
--- src/base/step.h). Only this file calls ps_step to begin a step with its table, perform actions and end the step. The
--- engine's driver (engine/step/table.lua) defines a step's actions and Lua's work for each.
+-- src/base/step.h). Only this file calls ps_step to begin a step with its table, to perform actions and to end the
+-- step. The engine's driver (engine/step/table.lua) defines the actions of a step and the work that Lua does in each
+-- action.
 local array = require "ps.core.array"
 local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"
@@ -13,7 +14,7 @@ local actions = {}
 
 local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE
 local NORM, UPDATE = C.PS_ACT_NORM, C.PS_ACT_UPDATE
---- the figure in a report's line that includes an action's seconds, by the action's kind
+--- by an action's kind: the number in a report's line to which the action's seconds are added
 actions.PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backward", [NORM] = "step",
   [UPDATE] = "step" }
 
@@ -32,7 +33,7 @@ function actions.new(engine)
 end
 
 -- -- beginning and ending ---------------------------------------------------------------------------------------------
--- Returns the actions of a step: the driver's, the norm if one is needed, and the update.
+-- Returns the actions of a step: the driver's actions, the norm if the step needs it, and the update.
 local function table_of(engine, micros, measures)
   local list = engine.driver:actions(micros)
   if measures then list[#list + 1] = { NORM, 0, 0 } end
@@ -50,7 +51,7 @@ end
 
 --- Tries to begin a step.
 ---@param engine ps.Engine
----@param trace integer the trace of the step that this step should repeat, or PS_TRACE_UNKNOWN, or PS_TRACE_NONE
+---@param trace integer the trace of the step that this step should repeat, or PS_TRACE_UNKNOWN or PS_TRACE_NONE
 ---@param dry? boolean
 ---@return integer rc 0, or the code of an error that is not raised
 function actions.try(engine, trace, dry)
@@ -67,7 +68,7 @@ function actions.try(engine, trace, dry)
   return rc
 end
 
---- Tries to begin a step that should repeat the step of a trace. Its own trace becomes engine.traces[key].
+--- Tries to begin a step that should repeat the step of a trace. The new step's own trace becomes engine.traces[key].
 ---@param engine ps.Engine
 ---@param key string|false key of the new trace, or false if the trace is not kept
 ---@param trace? integer the trace, or nil if no trace of such a step is known
@@ -81,7 +82,7 @@ end
 
 --- Ends a step that has performed all its actions.
 ---@param engine ps.Engine
----@return integer id the step's trace, negative if there is none
+---@return integer id the step's trace, or a negative number if it has none
 function actions.finish(engine)
   native.check(C.ps_step_end(state.of(engine).c, id_out))
   hooks.tell("stepped", engine.module, "done")

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- model:backward. The driver walks back from the loss at once, or stores the loss for its row of actions.
+-- model:backward. The driver either walks back from the loss at once, or stores the loss for its row of actions.
 local caller = require "ps.core.caller"
 local handle = require "ps.nn.handle"
 local hooks = require "ps.core.hooks"
@@ -16,9 +16,9 @@ local weigh = require "ps.engine.step.weigh"
 
 local step = {}
 
---- Returns the weight of a loss (weigh.loss). Its targets come from the model's count_targets, else from the ops of the
---- loss (core/loss_weight.lua), else from the last batch. In a pipeline, the last stage has sent the weight to all
---- ranks.
+--- Returns the weight of a loss (weigh.loss), which depends on its targets. If the model has count_targets, this
+--- function counts the targets. Otherwise they come from the ops of the loss (core/loss_weight.lua), or else from the
+--- last batch. In a pipeline, the last stage has sent the weight to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
@@ -35,8 +35,8 @@ function step.weight_of(engine, loss, options)
   return weigh.loss(engine, state.count(engine), found, options)
 end
 
---- Returns how many targets of a loss its logits hit, as the ops of the loss counted. In a pipeline, the last stage has
---- sent this number to all ranks.
+--- Returns for how many targets of a loss the logit of the target is the largest (hits), as the ops of the loss
+--- counted. In a pipeline, the last stage has sent this number to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@return number? hits nil if no op of the loss counted them
@@ -93,8 +93,9 @@ end
 
 local told = setmetatable({}, { __mode = "k" })  -- engines that printed a note about a loss that was not finite
 
--- Prints a note about the first loss that is not finite: its gradients make all parameters NaN. Not needed with a loss
--- scaler, which skips the step. A loss on a device is not read, since the read would wait for the device.
+-- Prints a note about the first loss that is not finite, because its gradients make all parameters NaN. With a loss
+-- scaler, the note is not needed, because the scaler skips the step. A loss on a device is not checked, because the
+-- read would wait for the device.
 local function check_finite(engine, loss)
   if told[engine] or engine.quiet or engine.optimizer.scaler or not devices.computes then return end
   if loss.numel_ ~= 1 or loss:device() ~= "cpu" then return end
@@ -108,10 +109,10 @@ local function check_finite(engine, loss)
 end
 
 --- Runs backward from a loss. Scales the loss for fp16, and accumulates the gradients of micro-batches. With
---- gradient_accumulation_steps > 1 or several ranks, a micro-batch's weight is the sum of its targets' weights. The
---- mean over a batch's tokens then does not depend on the split into micro-batches. F.cross_entropy, F.lm_loss and
---- F.nll_loss note this sum, with ignore_index and class weights; `weight` overrides it. If no target of a step counts,
---- step() skips the step (engine/step/weigh.lua).
+--- gradient_accumulation_steps > 1 or several ranks, the weight of a micro-batch is the sum of its targets' weights.
+--- The mean over a batch's tokens then does not depend on the split into micro-batches. F.cross_entropy, F.lm_loss and
+--- F.nll_loss record this sum, including the effects of ignore_index and class weights. The option `weight` replaces
+--- it. If no target of a step counts, step() skips the step (engine/step/weigh.lua).
 ---@param engine ps.Engine
 ---@param loss ps.Tensor of one element
 ---@param options? {weight?: number}
@@ -141,8 +142,8 @@ function step.backward(engine, loss, options)
   if not ok then ending.fail(engine, problem) end
 end
 
--- Makes a script's tensor:backward() act as model:backward if the tensor is the loss of a named output or was computed
--- from one.
+-- Makes a script's tensor:backward() act as model:backward. This applies if the tensor is the loss of a named output,
+-- or was computed from tensors of such an output.
 hooks.on("backward", function(loss, gradient, options)
   for engine, s in state.engines() do
     if s.from[loss] or s.turn and scope.made_from(loss, s.turn.outs) then

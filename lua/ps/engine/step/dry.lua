@@ -22,7 +22,7 @@ end
 --- Performs all actions of a step without computing anything.
 ---@param engine ps.Engine
 ---@param args any[] the model's arguments, and their number `n`
----@param like? integer a trace of this step, whose gathers from other ranks run ahead as in that trace
+---@param like? integer a trace of this step; gathers from other ranks run ahead as in that trace
 ---@return integer? id the step's trace, or nil if an action failed
 ---@return any problem the error of the failed action
 function dry.run(engine, args, like)

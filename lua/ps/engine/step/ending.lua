@@ -18,8 +18,9 @@ function ending.finish(engine)
   engine.masters:note()
 end
 
---- Records that a step failed in its updates, or in a backward that updates parameters. If this rank, or possibly
---- another, has updated some of them, the parameters hold values of two steps.
+--- Records that a step failed in its updates, or in a backward that updates parameters. If this rank has updated some
+--- of the parameters, they hold values of two steps. With several ranks, this may also be true because of another
+--- rank's updates.
 ---@param engine ps.Engine
 ---@param problem any
 ---@param again boolean whether another optimizer:step() can finish the update
@@ -33,7 +34,7 @@ function ending.note_torn(engine, problem, again)
     text = text .. (again and "call optimizer:step() again to update the others, or " or "") .. load }
 end
 
---- Reverts a step that will begin again: drops its gradients, but keeps a loop over micro-batches.
+--- Reverts a step that will begin again. Drops its gradients, but keeps a loop over micro-batches.
 ---@param engine ps.Engine
 ---@param failed? any the error of a backward that updates parameters
 function ending.take_back(engine, failed)
@@ -42,7 +43,7 @@ function ending.take_back(engine, failed)
   if failed == nil and overlap.of(s) then failed = "load_state_dict abandoned it after backward" end
   if failed ~= nil then ending.note_torn(engine, failed, false) end
   if s.torn and s.torn.again then s.torn.again, s.torn.text = false, s.torn.given_up end
-  s.half_restored = not actions.drop(engine)  -- if a gradient could not be dropped, zero_grad tries again
+  s.half_restored = not actions.drop(engine)  -- true if a gradient could not be dropped; zero_grad then tries again
   engine.optimizer:drop_own()
   state.forget(s)
   engine.masters:note()
@@ -58,8 +59,9 @@ function ending.leave_loop(engine)
   if loop then loop:left() end
 end
 
---- Abandons a step, its gradients and its loop over micro-batches. The parameters keep their values from before the
---- step. But if a backward that updates parameters has run or failed, the model is torn until a state is loaded.
+--- Abandons a step, its gradients and its loop over micro-batches. The parameters keep the values that they had before
+--- the step. There is one exception: if a backward that updates parameters has run or failed, the model is torn until a
+--- state is loaded.
 ---@param engine ps.Engine
 ---@param failed? any the error of that backward
 function ending.give_up(engine, failed)
@@ -67,7 +69,7 @@ function ending.give_up(engine, failed)
   ending.leave_loop(engine)
 end
 
---- Abandons a step after an error, which is also raised on other ranks. Updates may have begun.
+--- Abandons a step after an error. The driver also raises the error on other ranks. Updates may have begun.
 ---@param engine ps.Engine
 ---@param problem any
 function ending.fail(engine, problem)
@@ -76,8 +78,8 @@ function ending.fail(engine, problem)
   error(problem, 0)
 end
 
---- Ends the step because of a script's mistake in a loop over micro-batches. The error names the script's line, and
---- ranks of other stages get it, too.
+--- Ends the step because the script made a mistake in a loop over micro-batches. The error names the script's line.
+--- Ranks of other stages get the error, too.
 ---@param engine ps.Engine
 ---@param text string
 function ending.give_loop_up(engine, text)
@@ -86,8 +88,8 @@ function ending.give_loop_up(engine, text)
   caller.error(text, 0)
 end
 
---- Abandons the step and raises an error if the script is in a loop over micro-batches, in which the call is not
---- allowed.
+--- Rejects a call that is not allowed in a loop over micro-batches. If the script is in such a loop, abandons the step
+--- and raises an error.
 ---@param engine ps.Engine
 ---@param what string the call
 function ending.check_no_loop(engine, what)

@@ -14,7 +14,7 @@ local trained = require "ps.engine.step.trained"
 
 local forward = {}
 
--- Stores the targets with which an output's loss was computed. Returns the arguments after `s`.
+-- Stores the targets with which an output's loss was computed. Returns all arguments after `s`.
 local function output(s, result, ...)
   local loss = batch.loss(result)
   if loss ~= nil then s.targets_of[loss] = s.targets end
@@ -36,7 +36,7 @@ end
 --- Begins a step.
 ---@param engine ps.Engine
 ---@param args any[] the model's arguments on the device
----@param given? any[] the script's arguments, whose rows the ranks compare
+---@param given? any[] the script's arguments; ranks compare their rows
 function forward.begin_step(engine, args, given)
   hooks.tell "begins"
   trained.check(engine)
@@ -44,8 +44,8 @@ function forward.begin_step(engine, args, given)
   engine.begin_step(engine, args)
 end
 
---- Runs the forward of a micro-batch. The first forward begins the step. A step that began in evaluation mode and has
---- had no backward starts again.
+--- Runs the forward of a micro-batch. The first forward begins the step. If a step began in evaluation mode and has had
+--- no backward, it starts again.
 ---@param engine ps.Engine
 ---@param given any[] the arguments of the script
 ---@param args any[] the same arguments on the device
@@ -68,7 +68,7 @@ function forward.train(engine, given, args)
   return output(s, actions.timed(engine, declared.PS_ACT_FORWARD, nil, args))
 end
 
---- Stores a named output, because a script may call backward on its loss.
+--- Stores a named output, because a script may later call backward on its loss.
 ---@param engine ps.Engine
 ---@param at integer index of its micro-batch, from 1
 ---@param out table
@@ -85,8 +85,8 @@ end
 
 local function same(...) return ... end
 
---- Performs model(...), in training or in evaluation mode. The first forward begins the step. In ps.no_grad the forward
---- belongs to no step.
+--- Performs model(...), in training mode or in evaluation mode. The first forward begins the step. In ps.no_grad, the
+--- forward belongs to no step.
 ---@param engine ps.Engine
 ---@return any ... the module's results
 function forward.call(engine, ...)

@@ -12,19 +12,19 @@ local state = require "ps.engine.step.state"
 local loops = {}
 
 ---@class ps.engine.Loop
----@field count integer micro-batches
----@field rows integer|false rows of the whole batch, or false if the loop does not split a batch
+---@field count integer number of micro-batches
+---@field rows integer|false number of rows of the whole batch, or false if the loop does not split a batch
 ---@field training boolean the model's mode when the loop began
 ---@field gather boolean whether all ranks get the output's tensors
 ---@field draws boolean whether micro-batches come from a loader
 ---@field given any[] the micro-batch of the current iteration
----@field targets ps.Targets|false|nil targets of the current iteration's loss, in a pipeline without gradients
----@field score {hits: number, targets: number}|false|nil number of `targets` that the logits of the current iteration
----  hit
+---@field targets ps.Targets|false|nil in a pipeline without gradients: targets of the current iteration's loss
+---@field score {hits: number, targets: number}|false|nil `hits` is the number of `targets` in the current iteration
+---  whose logit is the largest
 ---@field at integer index, from 1, of the current iteration's micro-batch, or 0 before the first iteration
 ---@field take fun(number: integer): any[] returns a micro-batch and sets the state of its random numbers
 ---@field draw fun(self: ps.engine.Loop): any[] returns the micro-batch of the next iteration
----@field left fun(self: ps.engine.Loop) called when the loop has ended or was abandoned
+---@field left fun(self: ps.engine.Loop) called after the loop has ended or was abandoned
 
 -- Begins a loop. Its first micro-batch will begin a step.
 local function enter(engine, s, loop)
@@ -42,8 +42,8 @@ local function enter(engine, s, loop)
   s.loop = loop
 end
 
--- Returns whether the loop has another micro-batch. Raises an error if the loop was abandoned, or its last micro-batch
--- had no backward.
+-- Returns whether the loop has another micro-batch. Raises an error if the loop was abandoned, or if its last
+-- micro-batch had no backward.
 local function goes_on(engine, s, loop)
   if s.loop ~= loop then caller.error "this loop over micro-batches was abandoned" end
   if engine.driver:backwards() < loop.at then
@@ -63,7 +63,8 @@ end
 
 local function drain(engine, _, loop) engine.driver:drain(loop) end
 
---- Performs the next iteration of a step's loop. The first one begins the step, and an error abandons it.
+--- Performs the next iteration of a step's loop. The first iteration begins the step. An error in an iteration abandons
+--- the step.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 ---@return table? out nil after the last iteration
@@ -77,8 +78,8 @@ function loops.next(engine, loop)
   return out
 end
 
---- Rejects a backward of a loss that does not belong to the loop's current micro-batch, and a second backward of a
---- loss.
+--- Rejects a backward of a loss that does not belong to the loop's current micro-batch. Also rejects a second backward
+--- of the same loss.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 function loops.check_backward(engine, loss)

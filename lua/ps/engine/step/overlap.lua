@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Settings of a backward that updates parameters as soon as their gradients are final (overlap_optimizer), and the
--- calls that are refused after it.
+-- Supports a backward that updates parameters as soon as their gradients are final (overlap_optimizer). This file has
+-- the settings of such a backward, and refuses calls that are not possible after it.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local hooks = require "ps.core.hooks"
@@ -16,8 +16,8 @@ overlap.GONE = "backward has already updated the parameters, so their gradients 
 --- Returns the settings of a backward (ps_action_how).
 ---@param engine ps.Engine
 ---@param weight number
----@param last boolean whether it is the step's last backward
----@param dry? boolean whether it is in a dry run, which has no weights
+---@param last boolean whether this is the step's last backward
+---@param dry? boolean whether this is a dry run, which has no weights
 ---@return ffi.cdata* how
 function overlap.backward(engine, weight, last, dry)
   local s = state.of(engine)
@@ -45,7 +45,7 @@ function overlap.of(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and 
 ---@return boolean
 function overlap.gradients_gone(engine) return overlap.of(state.of(engine)) end
 
---- Raises an error if the optimizer's settings change after a backward that has used them for updates.
+--- Raises an error if the optimizer's settings change after a backward that has already used them for updates.
 ---@param engine ps.Engine
 ---@param what string the call
 function overlap.check_settings(engine, what)
@@ -56,8 +56,8 @@ function overlap.check_settings(engine, what)
     .. "present settings: call it after step(), or set overlap_optimizer = false")
 end
 
--- Restores the optimizer's settings when a script resumes from a pause. A statement that the user entered there may
--- have changed settings that backward has already used for updates.
+-- Restores the optimizer's settings when a script resumes after a pause. During the pause, the user may have entered a
+-- statement that changed settings which backward has already used for updates.
 hooks.on("resumes", function()
   for engine, s in state.engines() do
     local opt = engine.optimizer

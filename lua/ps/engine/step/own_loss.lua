@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs a script's own loss function, ps.initialize { loss = function(out, batch) ... end }, after the model, which gets
--- no targets. out: the model's output, by names. batch: the table of names with which the model was called, or a list
--- of the arguments.
+-- Runs a script's own loss function, ps.initialize { loss = function(out, batch) ... end }. It runs after the model,
+-- which gets no targets. `out` is the model's output, by names. `batch` is the table of names with which the model was
+-- called, or a list of the arguments.
 local scope = require "ps.core.scope"
 local batch = require "ps.data.batch"
 
 local own_loss = {}
 
---- Returns the arguments without the targets: without `labels`, or without the last of several arguments.
+--- Returns the arguments without the targets. The targets are the field `labels`, or the last of several arguments.
 ---@param given any[] the arguments, and their number `n`
 ---@return any[] the remaining arguments, and their number `n`
 function own_loss.inputs(given)
@@ -38,8 +38,8 @@ local function value_of(loss, out, given)
   return value
 end
 
---- Returns the model's output with the script's loss. Without gradients or targets, the loss is computed only when the
---- script reads out.loss, since an evaluation may need only the logits.
+--- Returns the model's output with the script's loss. If gradients are disabled and there are no targets, the loss is
+--- computed only when the script reads out.loss, because an evaluation may need only the logits.
 ---@param loss fun(out: table, batch: table): ps.Tensor
 ---@param result any the model's result
 ---@param given any[] the model's arguments with targets, and their number `n`

@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks that a micro-batch has as many samples as configured: train_micro_batch_size_per_gpu, set or derived from
--- train_batch_size. Otherwise the step's global batch would differ from the configured one.
+-- Checks that a micro-batch has as many samples as configured. The configured number is train_micro_batch_size_per_gpu,
+-- which is set or derived from train_batch_size. With another number, the step's global batch would differ from the
+-- configured one.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 
 local samples = {}
 
--- Returns the number of samples in a batch, or nil: the first dimension of its first tensor that has dimensions. The
--- tensors of a table are sorted by name.
+-- Returns the number of samples in a batch: the first dimension of its first tensor that has dimensions. Returns nil if
+-- there is no such tensor. The tensors of a table are searched in the order of their names.
 local function count(value)
   if scope.is_tensor(value) then return value:dim() > 0 and value:size(0) or nil end
   if type(value) ~= "table" then return nil end
@@ -20,7 +21,7 @@ local function count(value)
   end
 end
 
---- Raises an error if a batch's size differs from the configuration's.
+--- Raises an error if the number of samples of a batch differs from the configured number.
 ---@param engine table with cfg
 ---@param batch any[] the arguments of the model's call, and their number n
 function samples.check(engine, batch)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Stores Lua's state of a step, and answers other files' questions about it. Only files in engine/step/ and the
+-- Stores Lua's state of a step, and answers questions of other files about it. Only the files in engine/step/ and the
 -- pipeline's driver (engine/pipeline/driver.lua) read the record itself (state.of).
 local caller = require "ps.core.caller"
 local loss_weight = require "ps.core.loss_weight"
@@ -14,40 +14,40 @@ local state = {}
 ---@field backward_how ffi.cdata* settings of the last backward
 ---@field overlaps boolean whether a backward of the step updates parameters
 ---@field update_how ffi.cdata*
----@field config ffi.cdata* ps_step_config, with the table of actions of the last step
----@field actions ffi.cdata* the table of actions in `config`
+---@field config ffi.cdata* ps_step_config; contains the table of actions of the last step
+---@field actions ffi.cdata* the table of actions to which `config` refers
 ---@field config_measures boolean? whether `actions` contains a norm
 ---@field config_micros integer? number of micro-batches in `actions`
 ---@field loop ps.engine.Loop|false the loop over micro-batches that the script is in
 ---@field turn false|{outs: ps.Tensor[], targets: ps.Targets|false} the last forward's named output, until its backward
----@field from table<ps.Tensor, {loop: ps.engine.Loop|false, at: integer}> the loop and the index of the micro-batch of
----  a named output, by its loss
+---@field from table<ps.Tensor, {loop: ps.engine.Loop|false, at: integer}> by the loss of a named output: the loop and
+---  the index of its micro-batch
 ---@field key string|false key of the trace in engine.traces, or false if the trace is not kept there
 ---@field last_key string|false key of the last step that had a key
 ---@field measures boolean whether the step has a norm
 ---@field evaluates boolean whether the step began in evaluation mode and has had no backward yet
----@field cleared boolean whether zero_grad was called between the step's first forward and its first backward; the next
----  forward then restarts the step
----@field scale number|false|nil the factor on gradients that optimizer:step() found, or false if it skips the step
----@field kept table[]|nil copies of the optimizer's groups from the begin of a backward that updates
----@field settings string|nil the optimizer's settings at the begin of backward or of the update
----@field factors table<integer, number> factors on gradients by group of the optimizer (update.clip)
----@field norm number|nil norm of all gradients, without the loss scale, once it was computed
+---@field cleared boolean whether zero_grad was called between the step's first forward and its first backward. If so,
+---  the next forward restarts the step
+---@field scale number|false|nil the factor on gradients that optimizer:step() computed, or false if it skips the step
+---@field kept table[]|nil copies of the optimizer's groups, made at the beginning of a backward that updates parameters
+---@field settings string|nil the optimizer's settings at the beginning of the backward or of the update
+---@field factors table<integer, number> factors on gradients, by group of the optimizer (update.clip)
+---@field norm number|nil norm of all gradients without the loss scale, or nil before it was computed
 ---@field clipped table<table, number> factors on gradients by row of engine.built (engine/step/clip.lua)
----@field versions table<table, integer>|nil the gradients' numbers of writes, by row of engine.built, when a script had
----  their norm computed
----@field total number sum of the weights of the micro-batches so far; after the last micro-batch, the sum over all
----  ranks
----@field unit number|false a power of two that losses are divided by (engine/step/weigh.lua)
+---@field versions table<table, integer>|nil by row of engine.built: how often the gradient was written when a script
+---  had the norm computed
+---@field total number sum of the weights of the micro-batches so far. After the last micro-batch, it is the sum over
+---  all ranks
+---@field unit number|false a power of two by which losses are divided (engine/step/weigh.lua)
 ---@field targets ps.Targets|false targets of the last batch with which the model was called
----@field targets_of table<ps.Tensor, ps.Targets|false> targets of a loss's batch, by loss
----@field score {hits: number, targets: number}|false number of targets that the last iteration's logits hit, in a
----  pipeline
----@field unwatch fun() stops noting losses (core/loss_weight.lua)
----@field half_restored boolean true if a parameter's value could not be restored; zero_grad then tries again
+---@field targets_of table<ps.Tensor, ps.Targets|false> by loss: the targets of the loss's batch
+---@field score {hits: number, targets: number}|false in a pipeline: `hits` is the number of `targets` in the last
+---  iteration whose logit is the largest
+---@field unwatch fun() stops recording losses (core/loss_weight.lua)
+---@field half_restored boolean true if the value of a parameter could not be restored. zero_grad then tries again
 ---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} set when an
----  update failed in the middle. `model` and `optimizer` tell which of them hold values of two steps. `text` is the
----  error that their use raises, and `given_up` is the error after the step was abandoned. `again` tells whether
+---  update failed in the middle. `model` and `optimizer` say which of them hold values of two steps. `text` is the
+---  error that using them raises, and `given_up` is this error after the step was abandoned. `again` says whether
 ---  another optimizer:step() can finish the update
 
 ---@type table<ps.Engine, ps.engine.StepState>
@@ -76,7 +76,7 @@ function state.new(engine, c, is)
   states[engine] = s
 end
 
---- Stops noting losses, since the engine is closed.
+--- Stops recording losses, because the engine is closed.
 ---@param engine ps.Engine
 function state.closed(engine)
   if states[engine] then states[engine].unwatch() end
@@ -99,8 +99,8 @@ state.fields = {
   torn = function(engine) return states[engine].torn end,
 }
 
---- Returns the number of micro-batches of the current step. Before a step begins, returns the number of the loop or of
---- the configuration.
+--- Returns the number of micro-batches of the current step. Before a step begins, returns the number of the loop.
+--- Without a loop, returns the configured number.
 ---@param engine ps.Engine
 ---@return integer
 function state.count(engine)
@@ -108,8 +108,7 @@ function state.count(engine)
   return s.is.open == 1 and s.is.n_micro or s.loop and s.loop.count or engine.accumulate
 end
 
---- Returns a text that is equal for steps with the same division of the batch into micro-batches. These steps share a
---- plan.
+--- Returns a text for the division of the batch into micro-batches. Steps with equal texts share a plan.
 ---@param engine ps.Engine
 ---@return string
 function state.batch_text(engine)
@@ -117,13 +116,13 @@ function state.batch_text(engine)
   return ("%d %s"):format(state.count(engine), loop and loop.rows or "")
 end
 
---- Returns whether a step has begun and not yet ended.
+--- Returns whether a step has begun and has not yet ended.
 ---@param engine ps.Engine
 ---@return boolean
 function state.is_open(engine) return states[engine].is.open == 1 end
 
---- Returns whether the current step has had only forwards in evaluation mode. If the next call is not a backward, the
---- step ends without a trace.
+--- Returns whether all forwards of the current step ran in evaluation mode and it has had no backward. In this case,
+--- the step ends without a trace unless the next call is a backward.
 ---@param engine ps.Engine
 ---@return boolean
 function state.evaluates(engine) return states[engine].evaluates end
@@ -133,7 +132,7 @@ function state.evaluates(engine) return states[engine].evaluates end
 ---@return boolean
 function state.acts(engine) return states[engine].is.now.kind ~= C.PS_ACT_NONE end
 
---- Returns the trace of the current step, else of the last step, or nil.
+--- Returns the trace of the current step. If there is none, returns the trace of the last step, or nil.
 ---@param engine ps.Engine
 ---@return integer? id
 function state.trace(engine)

@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Decides which parameters an engine trains: those that its module had when the engine was made. A parameter that was
--- frozen then and thawed later gets a gradient and optimizer state before the next step (engine/layout/thaw.lua). A
--- parameter added later would take part in the forward but never be updated, which is an error. Ranks compare which
--- parameters are frozen.
+-- Decides which parameters an engine trains. These are the parameters that its module had when the engine was made. If
+-- a parameter was frozen then and is thawed later, it gets a gradient and optimizer state before the next step
+-- (engine/layout/thaw.lua). A parameter that is added later would be used in the forward but never be updated, so this
+-- is an error. Ranks compare which parameters are frozen.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 
 local trained = {}
 
-local seen = setmetatable({}, { __mode = "k" })       -- nn_module.changes at the last check, by engine
+local seen = setmetatable({}, { __mode = "k" })       -- by engine: the value of nn_module.changes at the last check
 
---- Returns the rows of parameters that now require a gradient but have no optimizer state, because they were frozen
---- when the layout was made. Includes parameters of other stages, in the order of the model.
+--- Returns the rows of the parameters that now require a gradient but have no optimizer state, because they were frozen
+--- when the layout was made. The list is in the order of the model and includes parameters of other stages.
 ---@param engine ps.Engine
 ---@return table[]
 function trained.thawed(engine)
@@ -21,8 +21,8 @@ function trained.thawed(engine)
   return list
 end
 
---- Raises an error before a step if the module has parameters that the engine cannot train. Searches for them only
---- after a module has changed.
+--- Raises an error before a step if the module has parameters that the engine cannot train. Searches for such
+--- parameters only after a module has changed.
 ---@param engine ps.Engine
 function trained.check(engine)
   if seen[engine] == nn_module.changes then return end
@@ -40,8 +40,8 @@ function trained.check(engine)
   seen[engine] = nn_module.changes
 end
 
---- Returns which parameters of a model train, in order, as text: "1" if a parameter trains, "0" if it is frozen.
---- Includes parameters of other ranks.
+--- Returns a text that says which parameters of a model train. It has a character per parameter, in order: "1" if the
+--- parameter trains, "0" if it is frozen. Parameters of other ranks are included.
 ---@param module ps.nn.Module
 ---@return string
 function trained.text(module)
@@ -50,7 +50,7 @@ function trained.text(module)
   return table.concat(list)
 end
 
---- Raises an error: engine:to(...) is not supported.
+--- Raises an error, because engine:to(...) is not supported.
 function trained.to()
   caller.error("the parameters of an engine keep the dtype and the device of its configuration (bf16, fp16, device); "
     .. "convert inputs and outputs, or load its state_dict() into a module without an engine")

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reports parameters that got no gradient in the first step, because a forward that skips a layer is usually a mistake.
--- After the first update, one line names them; with strict_gradients it is an error. Frozen parameters do not count.
--- Ranks combine their information, and rank 0 writes the line.
+-- Reports parameters that got no gradient in the first step. A forward that skips a layer is usually a mistake. After
+-- the first update, one line names these parameters. With strict_gradients, the line is an error instead. Frozen
+-- parameters do not count. Ranks combine their information, and rank 0 writes the line.
 local agree = require "ps.dist.agree"
 local nn_module = require "ps.nn.module"
 local lists = require "ps.core.lists"
@@ -13,11 +13,11 @@ local unused = {}
 
 local SHOWN = 8
 
--- each parameter's number of updates before the step to check, by engine and parameter index; false after the check
+-- by engine and parameter index: the parameter's number of updates before the step to check; false after the check
 local before = setmetatable({}, { __mode = "k" })
 
---- Records each parameter's number of updates, for the check after the next step. Also called after an optimizer's
---- state was loaded.
+--- Records the number of updates of each parameter. The check after the next step needs these numbers. Also called
+--- after an optimizer's state was loaded.
 ---@param engine ps.Engine
 function unused.begin(engine)
   if before[engine] == false then return end
@@ -32,7 +32,8 @@ local function was_called(module)
   return false
 end
 
--- Returns, by path of each module, the number of trained parameters in the module and how many of them lack a gradient.
+-- Returns two tables by path of a module: the number of trained parameters in the module, and how many of these lack a
+-- gradient.
 local function counts_of(trained, lacking)
   local all, without = {}, {}
   for _, name in ipairs(trained) do
@@ -46,7 +47,7 @@ local function counts_of(trained, lacking)
   return all, without
 end
 
--- Returns the path of the outermost module that contains a parameter and got no gradient at all, or nil.
+-- Returns the path of the outermost module that contains a parameter and in which no parameter got a gradient, or nil.
 local function outermost(name, all, without)
   for at in name:gmatch "()%." do
     local path = name:sub(1, at - 1)
@@ -96,7 +97,7 @@ function unused.text(module, trained, lacking, calls)
     .. "list:size() is its number of modules" or "")
 end
 
--- Returns this rank's information, a line per parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
+-- Returns this rank's information, with a line per parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
 local function said_by(engine, counts)
   local optimizer, parts = engine.optimizer, {}
   for i, row in ipairs(engine.built.list) do
@@ -129,7 +130,7 @@ function unused.look(engine)
   if dist.rank() == 0 then engine:note(text) end
 end
 
---- Returns the line for an optimizer of ps.optim that has made one step, or nil if there is nothing to report.
+--- Returns the line about an optimizer of ps.optim that has made one step. Returns nil if there is nothing to report.
 ---@param module ps.nn.Module
 ---@param optimizer ps.Optimizer
 ---@return string?

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Handles gradients from the last backward of a step to its end: their norm, optimizer:step() and
--- optimizer:zero_grad().
+-- Handles gradients from the last backward of a step to the end of the step: computes their norm, and performs
+-- optimizer:step() and optimizer:zero_grad().
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
@@ -15,11 +15,11 @@ local step = {}
 
 local C = native.C
 local NORM, UPDATE = C.PS_ACT_NORM, C.PS_ACT_UPDATE
---- added to the norm by which max_norm is divided, as in torch.nn.utils.clip_grad_norm_
+--- a number that is added to the norm before max_norm is divided by it, as in torch.nn.utils.clip_grad_norm_
 step.CLIP_EPS = 1e-6
 
---- Returns the norm of all gradients of the step without the loss scale, or 0 if no target counts. The first call
---- performs the step's norm action, and all ranks must make it together.
+--- Returns the norm of all gradients of the step, without the loss scale. Returns 0 if no target counts. The first call
+--- performs the step's norm action, so all ranks must make it together.
 ---@param engine ps.Engine
 ---@return number
 function step.norm(engine)
@@ -29,7 +29,7 @@ function step.norm(engine)
   return s.norm
 end
 
---- Remembers how often each gradient was written, when a script has their norm computed before optimizer:step().
+--- Records how often each gradient was written. Called when a script has the norm computed before optimizer:step().
 ---@param engine ps.Engine
 function step.remember(engine)
   local versions = {}
@@ -40,8 +40,8 @@ function step.remember(engine)
   state.of(engine).versions = versions
 end
 
--- Raises an error on all ranks if a script has written a gradient after its norm was computed. The update would
--- multiply the written values by a factor that was computed without them.
+-- Raises an error on all ranks if a script has written a gradient after the norm was computed. The update would
+-- multiply the written values by a factor that was computed from other values.
 local function check_unchanged(engine, s)
   local max_norm, mine = engine.optimizer.max_norm, ""
   local clips = next(s.clipped) or next(s.factors) or max_norm and max_norm < math.huge
@@ -63,13 +63,14 @@ local function check_unchanged(engine, s)
   end
 end
 
---- Returns the factor that undoes the loss scale and the sum over micro-batches and ranks on gradients in the update.
+--- Returns the factor by which the update multiplies gradients. It undoes the loss scale and the sum over micro-batches
+--- and ranks.
 ---@param engine ps.Engine
 ---@return number
 function step.unscale(engine) return engine.optimizer:grad_scale() end
 
---- Raises an error if a call needs the gradients of a whole step outside the time from the step's last backward to
---- optimizer:step().
+--- Checks the time of a call that needs the gradients of a whole step. Raises an error if the step's last backward has
+--- not run yet, or if optimizer:step() has begun.
 ---@param engine ps.Engine
 ---@param call string name of the call in messages
 function step.check_gradients(engine, call)
@@ -93,8 +94,8 @@ function step.check_gradients(engine, call)
   if s.scale ~= nil then caller.error(call .. ": optimizer:step() has begun to update the parameters") end
 end
 
--- Computes the norm, checks for overflow and clips. Returns the factor on gradients in the update, or false if the step
--- is skipped.
+-- Computes the norm, checks for overflow and clips. Returns the factor by which the update multiplies gradients, or
+-- false if the step is skipped.
 local function measure(engine, s)
   local opt, skipped = engine.optimizer, false
   opt.grad_norm = nil
@@ -122,8 +123,8 @@ end
 local function update(engine, s)
   if s.is.updating == 0 then check_unchanged(engine, s) end
   if s.scale == nil then
-    -- Finds a rank that executes a different call. Not every group would notice it: sums of tied gradients, norms and
-    -- owners use different groups.
+    -- Finds a rank that makes a different call. The exchanges of the update itself would not always find it, because
+    -- sums of tied gradients, norms and owners use different groups of ranks.
     engine.driver:compare "optimizer:step()"
     s.scale = measure(engine, s)
   end
@@ -134,13 +135,14 @@ local function update(engine, s)
 end
 
 --- Clips the gradients of some groups of the optimizer, and returns their norm. If max_norm / (norm + eps) is below 1,
---- the update multiplies these gradients by it. Must be called after the step's last backward, and optimizer.max_norm
---- must have been math.huge when the step began: the step then computes a norm, but does not clip by it.
+--- the update multiplies these gradients by this ratio. Must be called after the step's last backward. When the step
+--- began, optimizer.max_norm must have been math.huge: with this value, the step computes a norm but does not clip by
+--- it.
 ---@param engine ps.Engine
----@param numbers integer[] indices of the groups, from 1, in ascending order; each group once per step
+---@param numbers integer[] indices of the groups, from 1, in ascending order; a group may be clipped once per step
 ---@param max_norm number
 ---@param eps number
----@return number norm excluding the loss scale; not finite if gradients of any group overflowed
+---@return number norm excluding the loss scale; not finite if the gradients of any group overflowed
 function step.clip(engine, numbers, max_norm, eps)
   state.check_whole(engine)
   local s, opt = state.of(engine), engine.optimizer
@@ -171,9 +173,9 @@ function step.clip(engine, numbers, max_norm, eps)
   return norm
 end
 
---- Updates the parameters after backward of the step's last micro-batch; before that backward it does nothing. If
---- gradients overflowed, or no target counts, nothing is updated (the step is skipped). If an update fails, another
---- call updates the remaining parameters with the same factor on gradients.
+--- Updates the parameters after the backward of the step's last micro-batch. Before that backward it does nothing. If
+--- gradients overflowed, or if no target counts, the step is skipped: no parameter is updated. If an update fails,
+--- another call updates the remaining parameters with the same factor on gradients.
 ---@param engine ps.Engine
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
@@ -206,8 +208,8 @@ function step.update(engine)
   return info
 end
 
---- Drops the gradients. Does nothing while micro-batches accumulate, so that the usual loop of zero_grad, forward,
---- backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons the step,
+--- Drops the gradients. Does nothing while micro-batches accumulate. The usual loop of zero_grad, forward, backward and
+--- step thus works with any gradient_accumulation_steps. After the step's last backward, zero_grad abandons the step,
 --- unless parameters were updated.
 ---@param engine ps.Engine
 ---@param call? string name of the call in messages (default "optimizer:zero_grad()")

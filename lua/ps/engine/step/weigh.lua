@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Weights a micro-batch in a step, in chunks or in plain memory. The weight w_i of micro-batch i is the sum of its
--- targets' weights (core/loss_weight.lua). The step's gradient is the gradient of sum(w_i loss_i) / sum(w_i), over
--- micro-batches and ranks. The mean over a batch's tokens is thus the same for every division of the batch.
+-- Weights the micro-batches of a step, in chunks or in plain memory. The weight w_i of micro-batch i is the sum of its
+-- targets' weights (core/loss_weight.lua). The step's gradient is the gradient of sum(w_i loss_i) / sum(w_i), where the
+-- sums are over micro-batches and ranks. The mean over a batch's tokens is thus the same for every division of the
+-- batch.
 --
 -- Backward starts from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16, `unit`
--- is the power of two nearest to the sum(w_i) of a step without ignored targets. Gradients before the update are then
--- about `scale` times the gradients of the step's mean loss, as in DeepSpeed. No bit depends on `unit`. With other
--- dtypes `unit` is 1.
+-- is a power of two. It is the one nearest to the value that sum(w_i) has in a step without ignored targets. Before the
+-- update, gradients are then about `scale` times the gradients of the step's mean loss, as in DeepSpeed. `unit` does
+-- not affect any bit of the result. With other dtypes `unit` is 1.
 --
 -- A step whose weights sum to 0 is skipped: parameters, optimizer state and the loss scale do not change.
 local scope = require "ps.core.scope"
@@ -17,7 +18,7 @@ local weigh = {}
 
 local NONE = { count = 1, places = 1 }      -- used for a loss whose targets are unknown
 
---- Returns whether losses are weighted by their targets, because a step has several losses.
+--- Returns whether losses are weighted by their targets. They are if a step has several losses.
 ---@param engine table
 ---@param micros integer micro-batches of the step
 ---@return boolean
@@ -42,7 +43,8 @@ local function given(weight)
   return { count = weight, places = weight }
 end
 
---- Returns the weight of a loss: the number of its targets. If a step has only one loss, it is 1, or 0 without targets.
+--- Returns the weight of a loss: the sum of its targets' weights. If a step has only one loss, the weight is 1, or 0 if
+--- there are no targets.
 ---@param engine table
 ---@param micros integer micro-batches of the step
 ---@param found ps.Targets|false the targets of the loss's batch
@@ -56,8 +58,9 @@ function weigh.loss(engine, micros, found, options)
   return found.count, found.places
 end
 
---- Returns the tensor at which backward's walk begins: the loss times its factor. Passes the loss to the report. With a
---- loss scale, every rank multiplies, even by 1: anomaly mode tolerates an infinity only in the op after "scaled".
+--- Returns the tensor at which the backward walk begins: the loss times its factor. Passes the loss to the report. With
+--- a loss scale, every rank multiplies, even by 1. The reason is that anomaly mode tolerates an infinity only in the op
+--- after the hook "scaled".
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param weight number
@@ -71,7 +74,8 @@ function weigh.root(engine, loss, weight, factor)
   return root
 end
 
---- Returns the factor of a dry run's walks, which have no weights. It is 1 only if a real walk's factor is always 1.
+--- Returns the factor for the walks of a dry run, which has no weights. It is 1 only if the factor of a real walk is
+--- always 1.
 ---@param engine ps.Engine
 ---@param micros integer
 ---@return number
@@ -79,8 +83,8 @@ function weigh.dry_factor(engine, micros)
   return (engine.optimizer.scaler or weigh.several(engine, micros)) and 2 or 1
 end
 
---- Returns the power of two nearest, by its logarithm, to the weight of a step without ignored targets. Returns false
---- if this weight is 0.
+--- Returns the power of two whose logarithm is nearest to that of `expected`, the weight of a step without ignored
+--- targets. Returns false if this weight is 0.
 ---@param expected number
 ---@return number|false
 function weigh.unit(expected) return expected > 0 and 2 ^ math.floor(math.log(expected) / math.log(2) + 0.5) end
