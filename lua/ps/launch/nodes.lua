@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Numbers nodes that have no number, as torchrun's c10d does without --node-rank. The launcher that can bind the run's
--- address is node 0. The others connect to it and are numbered in the order of arrival. The port is free again when all
--- have their numbers, since rank 0 listens there.
+-- Numbers nodes that have no number, like torchrun's c10d without --node-rank. Node 0 is the launcher that can bind the
+-- run's address. The other launchers connect to it and are numbered in the order of arrival. After all launchers have
+-- their numbers, node 0 frees the port, because rank 0 listens on it.
 --
--- Each launcher sends "psluajit-node 1 NNODES NPROC RUN\n" and receives "node K\n", or "no REASON\n".
+-- Each launcher sends "psluajit-node 1 NNODES NPROC RUN\n". It receives "node K\n" or "no REASON\n".
 local bit = require "bit"
 local errno = require "posix.errno"
 local fcntl = require "posix.fcntl"
@@ -17,7 +17,7 @@ local nodes = {}
 
 local WORD, LONGEST = "psluajit-node 1 ", 512        -- largest number of bytes in a line
 local CONNECT_S, SILENT_S, AGAIN_S = 5, 10, 0.2
-local MOST = 128                                     -- largest number of connections that have not sent their line
+local MOST = 128                                     -- largest number of open connections that have sent no line yet
 
 local function now()
   local t = time.clock_gettime(time.CLOCK_MONOTONIC)
@@ -42,8 +42,8 @@ local function addresses(host, port)
   return list
 end
 
--- Returns a listening socket on one of these addresses, or nil if none of them belongs to this machine or another
--- launcher uses it.
+-- Returns a listening socket on one of these addresses. Returns nil if no address belongs to this machine, or if
+-- another launcher uses the address.
 local function listen(list)
   local problem
   for _, at in ipairs(list) do
@@ -60,8 +60,8 @@ local function listen(list)
   if problem then error(("--rdzv-endpoint: cannot listen: %s"):format(problem), 0) end
 end
 
--- Returns the line that a connection has sent, nil if the line is not complete, or false if the connection ended or the
--- line is too long.
+-- Returns the line that a connection has sent. Returns nil if the line is not complete. Returns false if the connection
+-- ended or the line is too long.
 local function line_of(peer)
   local data = socket.recv(peer.fd, LONGEST)
   if not data or data == "" then return false end
@@ -87,7 +87,7 @@ local function mismatch(line, o)
 end
 
 -- Runs one round of node 0: accepts a connection, reads lines, and drops closed connections. `peers` are the
--- connections in order of arrival.
+-- connections in the order of arrival.
 local function hear(server, peers, o, seconds)
   local fds = { [server] = { events = { IN = true } } }
   for _, peer in ipairs(peers) do fds[peer.fd] = { events = { IN = true } } end
@@ -133,7 +133,7 @@ local function serve(server, o, ends)
   for number, peer in ipairs(known(peers)) do
     if number < o.nnodes then say(peer.fd, ("node %d\n"):format(number)) end
   end
-  for _, peer in ipairs(known(peers)) do                 -- the peers close first, so that the port is free immediately
+  for _, peer in ipairs(known(peers)) do                 -- if the peers close first, the port is free immediately
     poll.rpoll(peer.fd, 2000)
   end
   for _, peer in ipairs(peers) do unistd.close(peer.fd) end
@@ -141,7 +141,7 @@ local function serve(server, o, ends)
 end
 
 -- -- the others -------------------------------------------------------------------------------------------------------
--- Connects to one of these addresses. Returns nil if there is no listener.
+-- Connects to one of these addresses. Returns nil if no process listens there.
 local function connect(list)
   for _, at in ipairs(list) do
     local fd = socket.socket(at.family, socket.SOCK_STREAM, 0)
@@ -163,7 +163,7 @@ local function connect(list)
   end
 end
 
--- Returns the number that node 0 assigns to this node, or nil and the reason if it assigns none.
+-- Returns the number that node 0 assigns to this node. If node 0 assigns none, returns nil and the reason.
 local function ask(fd, o, ends)
   local peer = { fd = fd, text = "" }
   if not say(fd, ("%s%d %d %s\n"):format(WORD, o.nnodes, o.nproc, o.run_id)) then return nil, "it closed the "
@@ -199,7 +199,7 @@ local function join(list, o, ends)
   error(("no number for this node from %s:%d in %g s: %s"):format(o.master_addr, o.master_port, o.join_timeout, why), 0)
 end
 
---- Returns this node's number. The launchers of all nodes call this function. Raises a string.
+--- Returns this node's number. The launchers of all nodes must call this function. Its errors are strings.
 ---@param o {master_addr: string, master_port: integer, nnodes: integer, nproc: integer, run_id: string, join_timeout:
 --- number} join_timeout is in seconds
 ---@return integer number The node's number, from 0.

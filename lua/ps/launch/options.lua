@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Parses the command line of tools/launch.lua: torchrun's names, with dashes or underscores, the value after = or in
--- the next word. As with torchrun, PET_<NAME> in the environment is used for a missing option. All words after the
--- script's name belong to the script. Options of torchrun or deepspeed that this launcher lacks are refused by name.
+-- Parses the command line of tools/launch.lua. Options have torchrun's names, with dashes or underscores. An option's
+-- value follows after = or in the next word. As with torchrun, PET_<NAME> in the environment replaces a missing option.
+-- All words after the script's name belong to the script. Options of torchrun or deepspeed that this launcher lacks are
+-- refused by name.
 local nearest = require "ps.core.nearest"
 
 local launch_options = {}
 
 ---@class ps.dist.LaunchOptions
 ---@field nproc integer
----@field min_nproc integer          the smallest number of ranks if each failure removes one rank, else nproc
+---@field min_nproc integer          smallest number of ranks, if each failure removes one rank; otherwise nproc
 ---@field nnodes integer
 ---@field node_rank integer?         this node's number, or nil if node 0 assigns it (ps.launch.nodes)
 ---@field join_timeout number        seconds within which all nodes must connect
@@ -48,8 +49,8 @@ Starts a script several times, as ranks of one run. Names may have dashes or und
   --help               shows this
 ]]
 
--- Options by name. kind: number (low..high), text, flag, choice, nodes or nproc. same: the option of which the name is
--- an alias.
+-- Options by name. `kind` is number (from low to high), text, flag, choice, nodes or nproc. If the name is an alias,
+-- `same` is the option to which it refers.
 local OPTIONS = {
   ["nproc-per-node"] = { kind = "nproc" }, ["num-gpus"] = { same = "nproc-per-node" },
   ["nnodes"] = { kind = "nodes" }, ["num-nodes"] = { same = "nnodes" },
@@ -61,7 +62,7 @@ local OPTIONS = {
   ["grace"] = { kind = "number", low = 0, high = 86400 },
   ["log-dir"] = { kind = "text" }, ["standalone"] = { kind = "flag" }, ["no-prefix"] = { kind = "flag" },
   ["pass-local-rank"] = { kind = "flag" }, ["no-python"] = { kind = "flag" }, ["help"] = { kind = "flag" },
-  -- options of torchrun that have no effect here
+  -- options of torchrun that this launcher accepts and ignores
   ["monitor-interval"] = { kind = "text" }, ["start-method"] = { kind = "text" }, ["role"] = { kind = "text" },
   ["use-env"] = { kind = "flag" },
 }
@@ -82,7 +83,7 @@ local REFUSED = {
 }
 
 local MOST_RANKS = 4096
-local JOIN_TIMEOUT = 600               -- seconds, torchrun's default
+local JOIN_TIMEOUT = 600               -- seconds; the default of torchrun
 
 local function fail(text, ...) error(text:format(...), 0) end
 
@@ -159,7 +160,7 @@ function check.endpoint(name, text)
   return { host = host, port = port and whole(name .. "'s port", port, 0, 65535) }
 end
 
--- Parses the options before the script. Returns the values by option, and the index of the script.
+-- Parses the options before the script's name. Returns the values by option, and the index of the script's name.
 local function split(words)
   local values, i = {}, 1
   while i <= #words do
@@ -215,7 +216,7 @@ local function address(values)
   return addr or point.host, port or point.port
 end
 
--- Returns the number of ranks on this node, and the smallest number.
+-- Returns the number of ranks on this node, and the smallest number to which failures may reduce it.
 local function rank_counts(values, nnodes)
   local nproc = values["nproc-per-node"] or 1
   if type(nproc) == "number" then return nproc, nproc end
@@ -227,7 +228,7 @@ local function rank_counts(values, nnodes)
   return nproc.high, nproc.low
 end
 
---- Parses the command line. Raises a string that contains the option, its value and the expected form.
+--- Parses the command line. Raises a string that has the option, its value and the expected form.
 ---@param words string[]
 ---@param getenv? fun(name: string): string?
 ---@return ps.dist.LaunchOptions

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ports of this machine. posix.sys.socket.getsockname passes an uninitialized length, so its result is undefined. This
--- file calls the C function with an initialized one.
+-- Finds ports of this machine. The result of posix.sys.socket.getsockname is undefined, because it passes an
+-- uninitialized length. This file calls the C function with an initialized length.
 local ffi = require "ffi"
 local socket = require "posix.sys.socket"
 local unistd = require "posix.unistd"
@@ -20,7 +20,7 @@ end
 
 --- Returns a socket that is bound to a free port of 127.0.0.1. The caller closes the socket.
 ---@return integer? fd
----@return integer|string port The port, or the error.
+---@return integer|string port The port, or the text of the error.
 function port.bound()
   local fd, why = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
   if not fd then return nil, why end

@@ -1,14 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The processes of tools/launch.lua: starts the ranks of one attempt, forwards their output line by line, and ends them
--- all if one fails or a signal arrives. Invariants:
+-- The processes of tools/launch.lua. This file starts the ranks of one attempt and forwards their output line by line.
+-- It ends all ranks if one of them fails or a signal arrives. Invariants:
 -- * Signals are blocked and read from a file descriptor, so that no handler interrupts this file.
--- * Each rank leads a process group, which contains its children. Both die with the launcher, even after kill -9.
+-- * Each rank leads a process group, which contains its children. The whole group dies with the launcher, even after
+--   kill -9.
 -- * A rank's output is read to its end before its failure is reported.
--- * The error that ends a rank of psluajit has a mark before each line (src/main.c). It is shown once: in the report of
---   the rank that failed first, or after all have ended. Ranks that repeat another rank's error are not shown. If a
---   rank does not end, its error is shown after HELD_S.
--- * A rank that ends because another one failed (the group's watch notified it) may be reaped before that one. The
---   supervisor then waits for the end of the other one, and reports that one instead.
+-- * The error that ends a rank of psluajit has a mark before each line (src/main.c). The launcher shows this error
+-- once: in
+--   the report of the rank that failed first, or after all ranks have ended. If ranks repeat another rank's error,
+--   their errors are not shown. If a rank does not end, its error is shown after HELD_S.
+-- * A rank may end because another rank failed, after the group's watch notified it. It may be reaped before the rank
+-- that
+--   failed. The supervisor then waits for the end of the failed rank, and reports the failed rank instead.
 local bit = require "bit"
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
@@ -35,15 +38,15 @@ local ranks = {}
 local SIG_BLOCK, SIG_SETMASK = 0, 2
 local SFD_FLAGS = 0x80000 + 0x800            -- SFD_CLOEXEC and SFD_NONBLOCK
 local PR_SET_PDEATHSIG = 1
-local SIGNAL_RECORD = 128                    -- size of struct signalfd_siginfo; its first word is the signal
+local SIGNAL_RECORD = 128                    -- size of struct signalfd_siginfo in bytes; its first word is the signal
 local READ = 65536
-local LONGEST_LINE = 1048576                 -- longer lines are split at this length
+local LONGEST_LINE = 1048576                 -- in bytes; longer lines are split at this length
 local KEPT_LINES = 24                 -- number of a failed rank's last lines in the report: a message and its traceback
-local GATHER_NS = 1000000                    -- time between two polls of output; reading many lines at once is cheaper
--- Seconds to wait for the end of a rank that other ranks blame. A silent rank might not end by itself.
+local GATHER_NS = 1000000             -- time between two polls of output, because reading many lines at once is cheaper
+-- Seconds to wait for the end of a rank that other ranks blame. A rank that is silent might not end by itself.
 local ENDS_S, STAYS_S = 10, 0.3
 local MARK = 30                              -- byte that precedes each line of the error that ends a rank
-local HELD_S = 2                             -- seconds for which the error of a rank that does not end is not shown
+local HELD_S = 2                             -- the error of a rank that does not end is shown after this time
 local DRAIN_S = 2                            -- seconds to wait for output from a dead rank's remaining processes
 
 local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
@@ -66,7 +69,7 @@ ranks.now = now
 
 -- -- signals ----------------------------------------------------------------------------------------------------------
 
-local before, signal_fd                     -- the signal mask to restore in ranks; the signalfd
+local before, signal_fd                     -- the signal mask that ranks restore, and the signalfd
 
 -- Returns the signals that were ignored when the launcher started (by nohup or in a background job). They stay ignored.
 local function ignored()
@@ -111,8 +114,8 @@ local function pipe()
   return r, w
 end
 
--- Returns a pipe through which a rank's watch names the ranks that it blames (src/rendezvous/watch.c), in lines "RANK
--- CODE". Returns both ends, and the rank's path for the pipe. Neither end blocks.
+-- Returns a pipe through which a rank's watch names the ranks that it blames (src/rendezvous/watch.c). Each line in the
+-- pipe is "RANK CODE". Returns both ends of the pipe, and the path by which the rank opens it. Neither end blocks.
 local function blame_pipe()
   local r, w = pipe()
   for _, fd in ipairs { r, w } do
@@ -143,8 +146,8 @@ end
 
 local function stream(fd, to) return { fd = fd, to = to, pending = "" } end
 
--- Starts rank `spec`, which is { rank, local_rank, env, command, log }. command[0] is the program. A value of false in
--- env removes the variable.
+-- Starts the rank that `spec` describes: { rank, local_rank, env, command, log }. command[0] is the program. If a value
+-- in env is false, the variable is removed.
 local function start(spec)
   io.stdout:flush()
   io.stderr:flush()
@@ -166,7 +169,7 @@ local function start(spec)
     unistd.close(blames_r)
     error(("cannot start rank %d: %s"):format(spec.rank, why), 0)
   end
-  unistd.setpid("p", pid, pid)                            -- both processes call it, since either can run first
+  unistd.setpid("p", pid, pid)                            -- both processes call it, because either one can run first
   warden.add(pid)
   return { rank = spec.rank, local_rank = spec.local_rank, pid = pid, log = spec.log, began = now(), tail = {},
     blames = blames_r, streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
@@ -197,23 +200,23 @@ local function put(self, r, s, line)
   if not marked then show(self, r, s.to, line) end
 end
 
--- Shows a rank's error that was not shown yet.
+-- Shows the error of a rank that was not shown yet.
 local function show_error(self, r)
   for line in r.error:gmatch "[^\n]*\n" do show(self, r, io.stderr, line) end
   r.error, r.shown = nil, true
 end
 
--- Shows the errors of ranks that did not end.
+-- Shows the errors of ranks that have not ended in time.
 local function show_held(self)
   for _, r in ipairs(self.list) do
     if r.error and not r.how and now() - r.error_at >= HELD_S then show_error(self, r) end
   end
 end
 
--- Returns an error without the addresses in its traceback.
+-- Returns the text of an error without the addresses in its traceback.
 local function words(text) return (text:gsub("0x%x+", "")) end
 
--- Shows the errors that are in no report, each of them once. It is called after all ranks have ended.
+-- Shows each error that is in no report, once. Called after all ranks have ended.
 local function show_rest(self)
   local known, cause = {}, self.failure
   if cause and cause.error then known[words(cause.error)] = true end
@@ -226,8 +229,8 @@ local function show_rest(self)
   end
 end
 
--- Reads the available bytes. Returns false at the end of the stream, and then shows the last line even if it has no
--- newline.
+-- Reads the available bytes of a stream. Returns false at the end of the stream. It then also shows the last line, even
+-- if the line has no newline.
 local function take(self, r, s)
   local data, _, code = unistd.read(s.fd, READ)
   if data == nil and code == 4 then return true end        -- EINTR
@@ -239,7 +242,7 @@ local function take(self, r, s)
     return false
   end
   local at, stop = 1, data:find("\n", 1, true)
-  while stop do                                            -- plain search, since a pattern is slow on long lines
+  while stop do                                            -- a plain search, because patterns are slow on long lines
     put(self, r, s, s.pending .. data:sub(at, stop))
     s.pending, at = "", stop + 1
     stop = data:find("\n", at, true)
@@ -259,8 +262,8 @@ local function flush(self)
   end
 end
 
--- Waits up to timeout_s seconds for output, and also for a signal if `signals` is true. Returns true if a signal has
--- arrived.
+-- Waits for output, at most timeout_s seconds. If `signals` is true, also waits for a signal. Returns true if a signal
+-- has arrived.
 local function poll_once(self, list, timeout_s, signals)
   local fds, owner = {}, {}
   if signals then fds[signal_fd] = { events = { IN = true } } end
@@ -289,7 +292,7 @@ local function drain(self, r)
     poll_once(self, { r }, math.max(deadline - now(), 0), false)
   end
   for _, s in ipairs(r.streams) do
-    if s.fd then  -- a process outside the rank's process group has the pipe open
+    if s.fd then  -- a process outside the rank's process group still has the pipe open
       if s.pending ~= "" then put(self, r, s, s.pending .. "\n") end
       unistd.close(s.fd)
       s.fd = nil
@@ -308,7 +311,7 @@ local function kill_all(self, sig)
   end
 end
 
--- Returns the ranks that a dead rank's watch blamed: rank -> seconds to wait for its end.
+-- Returns the ranks that the watch of a dead rank blamed, as a table from rank to seconds to wait for its end.
 local function blamed_by(r)
   local others, text = {}, unistd.read(r.blames, READ) or ""
   unistd.close(r.blames)
@@ -317,15 +320,15 @@ local function blamed_by(r)
   return others
 end
 
--- The likelihood that a failed rank is the cause. A rank that was ended by a signal is the likeliest cause, then a rank
--- that failed by itself, then a rank that was notified of another rank's failure.
+-- Weights of failed ranks: a rank with a larger weight is more likely the cause. The most likely cause is a rank that
+-- was ended by a signal, then a rank that failed by itself, then a rank that was notified of another rank's failure.
 local TOLD, ITSELF, KILLED = 1, 2, 3
 local function weight_of(r)
   if r.how == "killed" then return KILLED end
   return next(r.others) and TOLD or ITSELF
 end
 
--- Returns the time until which to wait for blamed ranks of this launcher that are still alive.
+-- Returns the time until which to wait for blamed ranks of this launcher that have not ended.
 local function cause_until(self)
   local at = 0
   for _, told in ipairs(self.list) do
@@ -337,8 +340,8 @@ local function cause_until(self)
   return at
 end
 
--- Reaps the ranks that have ended. Keeps the first failure, or the likelier cause if several ranks end at once. Returns
--- true if the other ranks must be stopped because of the failure.
+-- Reaps the ranks that have ended. Keeps the first failure. If several ranks end at once, keeps the most likely cause.
+-- Returns true if the other ranks must be stopped because of the failure.
 local function reap(self)
   for _, r in ipairs(self.list) do
     if not r.how then
@@ -384,7 +387,7 @@ local function on_signals(self)
     if ENDING[name] then
       self.on_signal(name, self.signal ~= nil)
       if self.signal then
-        self.deadline, self.again = 0, true               -- requested twice
+        self.deadline, self.again = 0, true               -- the user requested the end twice
       else
         self.signal = sig
         if self.stopping then kill_all(self, sig) else stop(self, sig) end
@@ -416,7 +419,7 @@ local function watch(self)
   show_rest(self)
 end
 
---- Runs one attempt until all its processes have ended, however it ended.
+--- Runs one attempt until all its processes have ended, by themselves or because of a failure or signal.
 ---@param specs { rank: integer, local_rank: integer, env: table, command: string[], log: file*? }[]
 ---@param o { grace: number, prefix: boolean, on_failure: fun(r: table), on_signal: fun(name: string, again: boolean) }
 ---@return { failure: table?, signal: integer?, again: boolean?, killed: integer?, mute: string?, all_well: boolean }
@@ -430,7 +433,7 @@ function ranks.run(specs, o)
     end
     watch(self)
   end)
-  if not ok then                                          -- no more processes or memory, so all ranks are ended
+  if not ok then                                          -- there is no process or memory left, so all ranks are ended
     kill_all(self, signal.SIGKILL)
     for _, r in ipairs(self.list) do
       if not r.how then wait.wait(r.pid) end

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A process that outlives the launcher briefly. It holds the reading end of a pipe. When the launcher ends, in whatever
--- way, the writing end closes, and the warden kills every process group that it knows. Ranks end with the launcher in
--- any case. The warden is for their children. It has its own session, so that a terminal's signals to the launcher's
--- group do not reach it. If it is killed, ranks' children may outlive the launcher; the rest still works.
+-- A process that outlives the launcher briefly. It has the reading end of a pipe. When the launcher ends, in whatever
+-- way, the writing end closes. The warden then kills every process group that it knows. Ranks themselves end with the
+-- launcher in any case, and the warden is needed for their children. It has its own session, so that signals from a
+-- terminal to the launcher's group do not reach it. If the warden is killed, children of ranks may outlive the
+-- launcher, but everything else still works.
 local fcntl = require "posix.fcntl"
 local signal = require "posix.signal"
 local unistd = require "posix.unistd"
@@ -10,7 +11,7 @@ local wait = require "posix.sys.wait"
 
 local warden = {}
 
-local pid, to                       -- the warden's process id and the pipe's write end, or nil
+local pid, to                       -- the warden's process id and the writing end of the pipe, or nil
 
 -- Runs in the warden process: reads "+PID" and "-PID" lines until the launcher has ended. Never returns.
 local function guard(from)
@@ -52,7 +53,7 @@ end
 ---@param group integer
 function warden.add(group) tell("+", group) end
 
---- Removes a process group that has ended, since its id can be reused.
+--- Removes a process group that has ended, because its id can be reused.
 ---@param group integer
 function warden.remove(group) tell("-", group) end
 
