@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Exchanges short messages between ranks. Every rank receives all messages. An error of one rank is raised on all
--- ranks, so that no rank waits for a failed rank. All ranks must make the same calls. group = nil: there is one
--- process. A call is one exchange, or two if a message is long.
+-- ranks, so that no rank waits for a failed rank. All ranks must make the same calls. If `group` is nil, there is only
+-- one process. A call needs one exchange, or two exchanges if a message is long.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
@@ -12,21 +12,22 @@ local ffi, C = native.ffi, native.C
 
 local agree = {}
 
-local SHORT = 192  -- bytes of a message in the first exchange
+local SHORT = 192  -- number of bytes of each message that the first exchange sends
 local SILENT = "an error without words"
 local NO = "\0no"                                          -- differs from the text of every error
 
---- Returns the upper 53 bits of a hash, which a double (and thus a tensor made from numbers) represents exactly.
+--- Returns the upper 53 bits of a hash as a number. A double represents 53 bits exactly, and tensors are made from
+--- doubles.
 ---@param hash ffi.cdata* uint64_t
 ---@return number
 function agree.hash_number(hash) return tonumber(hash / 2048) end
 
---- Returns a hash of a text as a number. Equal numbers of different texts are hash collisions.
+--- Returns a hash of a text as a number. If different texts have equal numbers, this is a hash collision.
 ---@param text string
 ---@return number
 function agree.text_hash(text) return agree.hash_number(C.ps_xxh3(text, #text)) end
 
--- Gathers `nbytes` bytes of every rank. fill(buffer) writes this rank's bytes.
+-- Gathers `nbytes` bytes from every rank. fill(buffer) writes this rank's bytes.
 local function gather(group, nbytes, fill)
   local size = group:size()
   local bytes = byte_array(size * nbytes)
@@ -68,7 +69,7 @@ function agree.texts(group, text)
   return texts
 end
 
--- Joins the ranks' texts. Ranks with equal texts share a line, by their global ranks.
+-- Joins the ranks' texts into one text. Ranks with equal texts share a line, which names them by their global ranks.
 local function together(group, texts)
   local lines, ranks = {}, {}
   for rank, text in ipairs(texts) do
@@ -147,8 +148,8 @@ function agree.first(group, fn)
   return answer:sub(2)
 end
 
---- Compares pairs of { name, value }. If ranks have different values, every rank raises an error that begins with
---- `what`.
+--- Compares lists of pairs { name, value }. If the values differ between ranks, every rank raises an error that begins
+--- with `what`.
 ---@param group? ps.Group
 ---@param what string
 ---@param list string[][]
@@ -181,10 +182,10 @@ function agree.numbers(group, mine, dtype)
   return group:all_gather(all, create.tensor(mine, { dtype = dtype })):tolist()
 end
 
---- Returns the records of every rank, in the order of ranks. A record is a table of numbers by name.
+--- Returns the records of every rank, in the order of ranks. A record is a table from names to numbers.
 ---@param group ps.Group
 ---@param fields string[] the names, in the order in which the values are sent; they must be equal on all ranks
----@param mine table<string, number> this rank's record, in which a missing field counts as 0
+---@param mine table<string, number> this rank's record; a missing field counts as 0
 ---@return table<string, number>[] records
 function agree.gather(group, fields, mine)
   local values, known = {}, {}
@@ -198,7 +199,7 @@ function agree.gather(group, fields, mine)
   return records
 end
 
---- Returns the smallest of all ranks' whole numbers.
+--- Returns the smallest of all ranks' integers.
 ---@param group ps.Group
 ---@param value integer
 ---@return integer
@@ -207,7 +208,7 @@ function agree.least(group, value)
   return value
 end
 
---- Returns the first rank whose text differs from rank 0's, or nil. Texts are sent only if their hashes differ.
+--- Returns the first rank whose text differs from rank 0's text, or nil. Texts are sent only if their hashes differ.
 ---@param group ps.Group
 ---@param text string
 ---@return integer? rank in the group, from 0

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks arguments of a group's methods: the group is open, an argument is a tensor or a rank. Errors begin with the
--- script's line.
+-- Checks the arguments of a group's methods: that the group is open, and that an argument is a tensor or a rank. Errors
+-- begin with the script's line.
 local ffi = require "ffi"
 local error = require("ps.core.caller").error
 
 local arguments = {}
 
---- Returns the C group of an open group. A closed group is an error.
+--- Returns the C group of an open group. Raises an error if the group is closed.
 ---@param self ps.Group
 ---@return ffi.cdata* group
 function arguments.open(self)
@@ -14,7 +14,7 @@ function arguments.open(self)
   return self.c
 end
 
---- Checks that an argument of a method is a tensor, and returns it. An error names the method.
+--- Checks that an argument of a method is a tensor, and returns the tensor. An error names the method.
 ---@param t any
 ---@param name string name of the argument
 ---@param call string the method
@@ -26,7 +26,7 @@ function arguments.tensor(t, name, call)
   return t
 end
 
---- Checks that an argument of a method is a whole number, and returns it. An error names the method.
+--- Checks that an argument of a method is a whole number, and returns the number. An error names the method.
 ---@param n any
 ---@param name string name of the argument
 ---@param call string the method

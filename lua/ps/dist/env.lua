@@ -1,7 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Finds this process's rank and the number of ranks in the variables that a launcher set. The first source with values
--- is used: explicit values > torchrun's variables (RANK, WORLD_SIZE; also launch.lua's and PyTorchJob's) > Open MPI's >
--- PMI's (MPICH, Intel MPI) > Slurm's > one process. Nothing is guessed: a malformed or missing value is an error that
+-- Finds this process's rank and the number of ranks in the variables that a launcher set. The first of these sources
+-- that has values is used:
+--   1. explicit values
+--   2. torchrun's variables, RANK and WORLD_SIZE, which launch.lua and PyTorchJob also set
+--   3. the variables of Open MPI
+--   4. the variables of PMI (MPICH, Intel MPI)
+--   5. the variables of Slurm
+-- If no source has values, there is one process. Nothing is guessed. A malformed or missing value is an error that
 -- names the variable, its value and the expected form. docs/distributed.md describes this for users.
 local env = {}
 
@@ -10,17 +15,17 @@ local env = {}
 ---@field world_size integer
 ---@field local_rank integer
 ---@field local_world_size integer?    nil if no variable sets it
----@field master_addr string?          host of rank 0's store, or nil if there is none (one process, a file)
+---@field master_addr string?          host of rank 0's store; nil if there is none (one process, or a file)
 ---@field master_port integer?
 ---@field source string                "flags", "torchrun", "OpenMPI", "PMI", "Slurm" or "one process"
----@field restart_count integer        number of restarts of these ranks by the launcher
+---@field restart_count integer        how often the launcher has restarted these ranks
 ---@field run string?                  the run's name, which distinguishes it from other runs
 ---@field machines integer             1 if all ranks are on this machine, 2 if they are on several machines, 0 if this
 ---  is unknown
 ---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
-local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id, below the system's range
-local SYSTEM_PORT = 32768                    -- Linux gives ports from here on to outgoing connections
+local FIRST_PORT, PORTS = 10000, 20000       -- range of ports derived from a job's id, below the system's range
+local SYSTEM_PORT = 32768                    -- Linux uses the ports from this number for outgoing connections
 local USUAL_PORT = 29500                     -- port if only MASTER_ADDR is set, as in DeepSpeed
 local MOST_HOSTS = 65536
 
@@ -33,7 +38,7 @@ local function wrong(name, value, expected) fail("%s is '%s'; expected %s", name
 
 -- -- reading values ---------------------------------------------------------------------------------------------------
 
--- Returns a number in a range. Its text must have only digits ("1e3", "0x1" and " 1" are rejected).
+-- Returns a value as a number in a range. The value's text must have only digits ("1e3", "0x1" and " 1" are rejected).
 local function whole(name, value, low, high, note)
   local n = tostring(value):match("^%d+$") and tonumber(value)
   if not n or n < low or n > high then
@@ -48,14 +53,14 @@ local function number(get, name, low, high, note)
   return value and whole(name, value, low, high or 2 ^ 31 - 1, note)
 end
 
--- Returns rank and size from variables with these names, or nil unless both are set.
+-- Returns the rank and the size from the variables with these names. Returns nil unless both are set.
 local function pair(get, rank_name, size_name)
   if not (get(rank_name) and get(size_name)) then return nil end
   local size = number(get, size_name, 1)
   return number(get, rank_name, 0, size - 1, (" (%s is %d)"):format(size_name, size)), size
 end
 
--- Returns rank and size within a node. Either variable may be missing.
+-- Returns the rank and the size within a node. Either variable may be missing.
 local function local_pair(get, rank_name, size_name, world_size)
   local size = number(get, size_name, 1, world_size, (" (there are %d ranks)"):format(world_size))
   local high = (size or world_size) - 1
@@ -65,7 +70,7 @@ end
 
 -- -- Slurm's lists ----------------------------------------------------------------------------------------------------
 
--- Appends the names that an element of a list stands for. The element is a text with any number of groups such as
+-- Appends the names that an element of a list denotes. The element is a text with any number of groups such as
 -- [1-3,07].
 local function expand(list, head, rest, bad)
   local plain, ranges, tail = rest:match("^([^%[%]]*)%[([^%[%]]+)%](.*)$")
@@ -110,7 +115,8 @@ function env.hosts(text, name)
   return list
 end
 
--- Returns the number of tasks on node `index` (from 0) by a text such as "2(x3),1", or nil if the list is shorter.
+-- Returns the number of tasks on node `index` (from 0), given a text such as "2(x3),1". Returns nil if the text lists
+-- fewer nodes.
 local function tasks_on(text, index, name)
   local seen = 0
   for part in (text .. ","):gmatch("([^,]*),") do
@@ -136,7 +142,7 @@ local function slurm_local(get, world_size)
   local nodes_name = first_set(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
   local nodes = nodes_name and number(get, nodes_name, 1)
   if nodes == 1 then size = world_size end
-  if size and size > world_size then size = nil end  -- counts of the whole job; this step has fewer tasks
+  if size and size > world_size then size = nil end  -- the count is that of the whole job; this step has fewer tasks
   local high = (size or world_size) - 1
   return number(get, "SLURM_LOCALID", 0, high, (" (there are %d tasks here)"):format(high + 1)), size
 end
@@ -158,8 +164,8 @@ function sources.torchrun(get)
     or "LOCAL_SIZE", size)
   local assumed = not local_rank
   if assumed then
-    -- LOCAL_RANK is missing if each pod has one process (PyTorchJob). With several processes per pod, a launcher should
-    -- have started this process, which would otherwise wait for ranks that are never started.
+    -- LOCAL_RANK is missing if each pod has one process (PyTorchJob). If a pod has several processes, a launcher should
+    -- have started this process. Without the launcher, it would wait for ranks that are never started.
     local a_pod = tonumber((get("PET_NPROC_PER_NODE") or ""):match("^%d+$"))
     if a_pod and a_pod > 1 then
       fail("PET_NPROC_PER_NODE is '%d', but LOCAL_RANK is not set; start the script with tools/launch.lua in each pod, "
@@ -197,7 +203,7 @@ function sources.PMI(get)
 end
 
 function sources.Slurm(get)
-  -- A batch script has SLURM_PROCID, too, but only srun starts ranks: the batch script is a single process.
+  -- A batch script has SLURM_PROCID, too, but it is a single process. Only srun starts ranks.
   if get("ENVIRONMENT") == "BATCH" and not get("SLURM_STEP_ID") then return nil end
   local size_name = first_set(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or "SLURM_NTASKS"
   local rank, size = pair(get, "SLURM_PROCID", size_name)
@@ -210,8 +216,8 @@ end
 
 local ORDER = { "torchrun", "OpenMPI", "PMI", "Slurm" }
 
--- Raises an error if only one of a pair of variables is set. N processes started like this would be N runs of one rank,
--- not one run of N ranks.
+-- Raises an error if only one of a pair of variables is set. N processes that are started like this would be N runs of
+-- one rank each, not one run of N ranks.
 local function check_halves(get, found)
   if get("RANK") and get("WORLD_SIZE") then return end
   local size = number(get, "WORLD_SIZE", 1)
@@ -251,8 +257,8 @@ end
 
 -- -- where the ranks meet ---------------------------------------------------------------------------------------------
 
--- Returns the process that started all ranks of this node: the nearest ancestor that belongs to MPI or Slurm, even if
--- shells are in between, else the parent.
+-- Returns the process that started all ranks of this node. It is the nearest ancestor that belongs to MPI or Slurm,
+-- even if there are shells between it and this process. If there is none, it is the parent.
 local function starter()
   local parent = require("posix.unistd").getppid()
   local pid = parent
@@ -268,8 +274,8 @@ local function starter()
   return parent
 end
 
--- Returns 1 if the variables show that all ranks are on one machine, 2 for several machines, 0 if this is unknown. With
--- one process per pod, it is unknown where the other pods run.
+-- Returns 1 if the variables show that all ranks are on one machine, 2 if they show several machines, or 0 if this is
+-- unknown. With one process per pod, it is unknown where the other pods run.
 local function machines_of(found)
   if found.world_size == 1 then return 1 end
   if found.nodes and found.nodes > 1 then return 2 end
@@ -308,8 +314,8 @@ local function check_rendezvous(name, value)
   return value
 end
 
--- Returns the port for rank 0 if torchrun's agent uses `port` itself. torchrun --standalone draws a port from those of
--- outgoing connections, so the next port can be in use.
+-- Returns the port for rank 0 if torchrun's agent uses `port` itself. torchrun --standalone draws `port` from the range
+-- of ports for outgoing connections, so the port after it may be in use.
 local function port_by_agent(port, one_node)
   if one_node and port >= SYSTEM_PORT then return port_from(tostring(port)) end
   return port < 65535 and port + 1 or port - 1
@@ -340,15 +346,15 @@ local function meet(get, found, ppid)
   if not port then
     fail("MASTER_PORT is not set; expected a free port from 1 to 65535 on %s, the same for all ranks", addr)
   end
-  local at = one_node and "127.0.0.1" or addr  -- all ranks are on this machine, so no other machine needs the address
+  local at = one_node and "127.0.0.1" or addr  -- with one node, no other machine needs the address
   return addr, port, ("tcp://%s:%d"):format(at:find(":", 1, true) and "[" .. at .. "]" or at, port)
 end
 
---- Returns this process's rank and the properties of its run. Raises a string if the environment contradicts itself or
---- lacks a value.
+--- Returns this process's rank and the properties of its run. Raises a string if the variables contradict each other or
+--- a value is missing.
 ---@param getenv? fun(name: string): string?
 ---@param o? { rank?: integer, world_size?: integer, local_rank?: integer, rendezvous?: string, ppid?: integer }
---- explicit values, which override variables; ppid is used as the id of the process that started the ranks
+--- explicit values, which override variables; `ppid` replaces the id of the process that started the ranks
 ---@return ps.dist.Env
 function env.read(getenv, o)
   local get = getenv or os.getenv

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of ps.Group that are ops: each returns a new tensor with a gradient (src/tensor_parallel/). dist/init.lua
--- adds them to the class. copy_to, reduce_from, scatter_to and gather_from have Megatron's names.
+-- Methods of ps.Group that are ops. Each of them returns a new tensor with a gradient (src/tensor_parallel/).
+-- dist/init.lua adds them to the class. copy_to, reduce_from, scatter_to and gather_from have Megatron's names.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local arguments = require "ps.dist.arguments"
@@ -26,24 +26,25 @@ local function attributes(self, call, t)
   return number, C.ps_group_size(c), C.ps_group_rank(c)
 end
 
---- Returns the sum of all ranks' tensors. The gradient is the sum of all ranks' gradients: every rank's loss counts.
+--- Returns the sum of all ranks' tensors. The gradient is the sum of all ranks' gradients, because every rank's loss
+--- counts.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
 
---- Concatenates the ranks' tensors [n, ...] to [size n, ...]. The gradient [n, ...] is this rank's part of the sum of
---- all ranks' gradients.
+--- Concatenates the ranks' tensors [n, ...] to a tensor [size n, ...]. All ranks' gradients of the result are summed,
+--- and the gradient of x [n, ...] is this rank's part of the sum.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered", x)) end
 
---- Returns this rank's part [n, ...] of the sum of all ranks' x [size n, ...]. The gradient [size n, ...] is the
+--- Sums all ranks' x [size n, ...] and returns this rank's part [n, ...] of the sum. The gradient [size n, ...] is the
 --- concatenation of all ranks' gradients.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
 
---- Returns `gathered(x)`. If the result has 1 MiB or more, backward keeps only x, and gathers again when needed.
+--- Returns `gathered(x)`. If the result has a size of at least 1 MiB, backward keeps only x and gathers it again.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self, "gathered_again", x)) end
@@ -63,7 +64,7 @@ local function of_product(self, call, x, w, how)
   return how, pieces, how.out_in == false and 0 or 1, number, size, rank
 end
 
--- Reshapes rows y [size n ..., O] to the dimensions of an x of this shape, [n, ..., I].
+-- Reshapes the rows y [size n ..., O] so that they have the dimensions of an x with the shape [n, ..., I].
 local function with_dims(y, shape)
   local rows, to = 1, { unpack(shape) }
   for i = 2, #shape - 1 do rows = rows * shape[i] end
@@ -71,7 +72,8 @@ local function with_dims(y, shape)
   return y:reshape(to)
 end
 
--- Returns `gathered(x)` times each layer's w, plus its b, as several results. call: the script's name of the function.
+-- Returns several results: for each layer, `gathered(x)` times the layer's w, plus its b. `call` is the name of the
+-- function that the script called.
 local function gathered_linears(self, call, x, layers, how)
   local shape, given, pieces, out_in, number, size, rank
   for _, layer in ipairs(layers) do
@@ -90,25 +92,26 @@ local function gathered_linears(self, call, x, layers, how)
   return unpack(y, 1, #layers)
 end
 
---- Returns `gathered(x)` times w, plus b. With several pieces it is one op, in which one piece is sent while another is
---- multiplied. Backward also multiplies during its exchanges: it gathers x again, and sums x's gradient over the ranks.
+--- Returns `gathered(x)` times w, plus b. With several pieces, this is a single op that sends one piece while it
+--- multiplies another. Backward gathers x again, and sums the gradient of x over the ranks. It also multiplies during
+--- these exchanges.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param w ps.Tensor [O, I], or [I, O]
 ---@param b? ps.Tensor [O]
 ---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean} out_in: false if w is [I, O]. pieces: 1 to 8; with
---- 1, the default, all rows are gathered before the product begins. keep: backward keeps the gathered rows, as it
---- always does below 1 MiB
+--- 1, the default, all rows are gathered before the product begins. keep: if true, backward keeps the gathered rows;
+--- rows of less than 1 MiB in total are always kept
 ---@return ps.Tensor [size n, ..., O]
 function Group:gathered_linear(x, w, b, how)
   return (gathered_linears(self, "gathered_linear", x, { { w, b } }, how))
 end
 
---- Returns the results of `gathered_linear` for up to three weights, and gathers the rows only once. The products'
---- contributions to x's gradient are added from the last to the first.
+--- Returns the results of `gathered_linear` for up to three weights, but gathers the rows only once. In the gradient of
+--- x, the terms of the products are added from the last product to the first.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param layers {[1]: ps.Tensor, [2]?: ps.Tensor}[] 1 to 3 pairs {w, b}, or {w}
 ---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean}
----@return ps.Tensor ... [size n, ..., O], a result for each pair
+---@return ps.Tensor ... [size n, ..., O], one result for each pair
 function Group:gathered_linears(x, layers, how)
   local call = "gathered_linears"
   if type(layers) ~= "table" or #layers < 1 or #layers > C.PS_MAX_COLUMNS then
@@ -122,12 +125,13 @@ function Group:gathered_linears(x, layers, how)
   return gathered_linears(self, call, x, layers, how)
 end
 
---- Returns `scattered(x times w)`. With several pieces it is one op, in which one piece is sent while another is
---- multiplied, in backward, too.
+--- Returns `scattered(x times w)`. With several pieces, this is a single op that sends one piece while it multiplies
+--- another, in backward, too.
 ---@param x ps.Tensor [size n, ..., I]
 ---@param w ps.Tensor [O, I], or [I, O]
----@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} out_in and pieces as in gathered_linear; with pieces
---- = 1 the whole product is computed first. flat: all dimensions of x except the last are rows
+---@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} out_in and pieces: as in gathered_linear; with
+--- pieces = 1 the whole product is computed before rows are exchanged. flat: all dimensions of x except the last are
+--- rows
 ---@return ps.Tensor [n, ..., O], or [rows / size, O] with flat
 function Group:linear_scattered(x, w, how)
   local pieces, out_in, number, size, rank
@@ -141,7 +145,7 @@ function Group:linear_scattered(x, w, how)
     error(("group:linear_scattered: the first dimension of x, %d, cannot be cut into %d equal parts"):format(shape[1],
       size))
   end
-  -- x is passed without a reshape, so that backward can recompute it (a gelu's output, for example) instead of keeping
+  -- x is passed without a reshape. Backward can then recompute x, for example the output of a gelu, instead of keeping
   -- it.
   local y = ops.row_linear(x, w, number, size, rank, 0, out_in, pieces)                -- [rows / size, O]
   if how.flat or #shape == 2 then return y end
@@ -152,25 +156,25 @@ end
 local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number",
   hits = "boolean" }
 
---- Returns the cross entropy of logits x w^T + bias, which the ranks share by words. Each rank computes the logits of
---- its V words, in panels of rows, and for each row the ranks exchange three numbers, or four with `mass`. Gradients
---- are computed with the loss, as in F.lm_loss.
+--- Returns the cross entropy of the logits x w^T + bias. The words are divided among the ranks. Each rank computes the
+--- logits of its V words, in panels of rows. For each row, the ranks exchange three numbers, or four numbers with
+--- `mass`. Gradients are computed together with the loss, as in F.lm_loss.
 ---
 --- A row's loss is share[0] lse - share[1] logit(target) - share[2] sum(mass logit), where lse is the log-sum-exp of
---- the row's logits over all words. The result, the sum over the rows, is equal on all ranks and counts once. Each rank
---- computes the gradients of w and bias for its own words. The gradient of x is the sum over the ranks.
----@param x ps.Tensor [N, C], equal on all ranks; with `parted` [N / size, C], this rank's rows
+--- the row's logits over all words. The result is the sum over the rows. It is equal on all ranks and counts once. Each
+--- rank computes the gradients of w and bias for its own words. The gradient of x is the sum over the ranks.
+---@param x ps.Tensor [N, C], equal on all ranks; with `parted`, this rank's rows [N / size, C]
 ---@param w ps.Tensor [V, C], this rank's words
 ---@param targets ps.Tensor integers [N], equal on all ranks
 ---@param share ps.Tensor fp32 (fp64 if x is fp64) [3, N], equal on all ranks; 0 for rows that do not count
 ---@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number, hits?: boolean}
---- words: number of words of all ranks together; each rank has ceil(words / size) words, and the last of them may be
---- padding. bias [V]. mass [V], of share's type. dloss: a power of two by which the loss is multiplied for the
---- computation of gradients, and by which they are divided afterwards, to avoid underflow in fp16 (default 1). hits:
---- whether to count hits
+--- words: number of words of all ranks together. Each rank has ceil(words / size) words, and the last words of the last
+--- rank may be padding. bias: [V]. mass: [V], with the dtype of `share`. dloss: a power of two, to avoid underflow in
+--- fp16. The loss is multiplied by it before gradients are computed, and the gradients are divided by it afterwards
+--- (default 1). hits: whether to count hits
 ---@return ps.Tensor of 0 dimensions
----@return ps.Tensor? hits int64 [2], with `hits`: number of rows whose first largest logit over all words is the
---- target's, and number of rows that count
+---@return ps.Tensor? hits int64 [2], if `hits` is true: the number of rows in which the first largest logit over all
+--- words is that of the target, and the number of rows that count
 function Group:lm_loss(x, w, targets, share, options)
   local number, size, rank = attributes(self, "lm_loss", x)
   local given = caller.options(options, "group:lm_loss", LM_LOSS)
@@ -179,8 +183,8 @@ function Group:lm_loss(x, w, targets, share, options)
     whole(given.words, "words", "lm_loss"), given.dloss, given.hits and 1 or 0)
 end
 
---- Returns the root's tensor on all ranks; the others' x must have its shape. The gradient is the sum of all ranks'
---- gradients at the root, and zeros elsewhere.
+--- Returns the root's tensor on all ranks. On the other ranks, x must have the same shape. The gradient on the root is
+--- the sum of all ranks' gradients. On the other ranks it is zero.
 ---@param x ps.Tensor
 ---@param root? integer (default 0)
 ---@return ps.Tensor
@@ -190,22 +194,22 @@ function Group:copied(x, root)
 end
 
 -- -- for layers that the ranks share ----------------------------------------------------------------------------------
--- All ranks compute one loss, equally. Outside these layers, every tensor and its gradient is the same on all ranks.
+-- All ranks compute the same loss. Outside these layers, every tensor and its gradient are the same on all ranks.
 
 --- Returns x itself, as the input of products whose outputs are divided among the ranks. The gradient is the sum of all
---- ranks' gradients, since each rank computes only the gradient of its part.
+--- ranks' gradients, because each rank computes only its part of the gradient.
 ---@param x ps.Tensor equal on all ranks
 ---@return ps.Tensor
 function Group:copy_to(x) return ops.copy_to_tp(x, attributes(self, "copy_to", x)) end
 
---- Returns the sum of all ranks' tensors, for the output of products whose inputs are divided among the ranks. The
---- gradient does not change.
+--- Returns the sum of all ranks' tensors. Used for the output of products whose inputs are divided among the ranks. The
+--- gradient is passed on unchanged.
 ---@param x ps.Tensor
 ---@return ps.Tensor equal on all ranks
 function Group:reduce_from(x) return ops.reduce_from_tp(x, attributes(self, "reduce_from", x)) end
 
---- Returns x itself. The gradient is unchanged on rank 0 and zeros elsewhere, so that a sum over the ranks counts x
---- once.
+--- Returns x itself. The gradient is unchanged on rank 0 and zero on the other ranks, so that a sum over the ranks
+--- counts x only once.
 ---@param x ps.Tensor equal on all ranks
 ---@return ps.Tensor
 function Group:counted_once(x) return ops.counted_once(x, attributes(self, "counted_once", x)) end
@@ -219,7 +223,7 @@ local function dimension(x, dim, call)
   return dim < 0 and dim + n or dim
 end
 
--- Returns the dimensions 0 to n - 1, with dimension `from` at position `to`.
+-- Returns the dimensions 0 to n - 1 in order, except that dimension `from` is moved to position `to`.
 local function moved(n, from, to)
   local axes = {}
   for i = 0, n - 1 do if i ~= from then axes[#axes + 1] = i end end
@@ -227,7 +231,7 @@ local function moved(n, from, to)
   return axes
 end
 
---- Returns this rank's part of x along a dimension, which has one equal part per rank. The gradient is the
+--- Divides x along a dimension into equal parts, one per rank, and returns this rank's part. The gradient is the
 --- concatenation of all ranks' gradients.
 ---@param x ps.Tensor equal on all ranks
 ---@param dim? integer (default -1, the last dimension)

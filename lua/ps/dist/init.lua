@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs with several processes. ps.init_distributed makes the group of all ranks from a launcher's environment
--- (ps/dist/env.lua) or from explicit values. Groups send tensors between ranks (see "groups of ranks" in ps.h): Gloo
--- from host memory, NCCL from NVIDIA GPUs. group_ops.lua has the collectives with gradients.
+-- Runs with several processes. ps.init_distributed makes the group of all ranks, from a launcher's environment
+-- (ps/dist/env.lua) or from explicit values. Groups send tensors between ranks (see "groups of ranks" in ps.h). Gloo
+-- sends from host memory, and NCCL from NVIDIA GPUs. group_ops.lua has the collectives with gradients.
 local native = require "ps.core.ffi"
 local environment = require "ps.core.environment"
 local array = require "ps.core.array"
@@ -28,8 +28,8 @@ local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", ra
 -- options that are keys of a configuration, under BMTrain's names
 local ASKED = { pipe_size = "pipeline.stages", tp_size = "tensor_parallel.size",
   num_micro_batches = "gradient_accumulation_steps" }
--- Backends, and whether each forbids or requires direct transfers between devices. "cpu:gloo,cuda:nccl" is PyTorch's
--- name.
+-- For each backend: whether it forbids or requires direct transfers between devices. "cpu:gloo,cuda:nccl" is PyTorch's
+-- name for a backend.
 local BACKENDS = { gloo = { never = true }, nccl = { must = true }, ["cpu:gloo,cuda:nccl"] = { must = true } }
 local REDUCTIONS = { sum = C.PS_REDUCE_SUM, max = C.PS_REDUCE_MAX, min = C.PS_REDUCE_MIN }
 local DEFAULT_TIMEOUT_S = 600
@@ -37,8 +37,8 @@ local DEFAULT_HEARTBEAT_S = 7  -- with heartbeats every second, all ranks detect
 
 ---@class ps.dist.Options
 ---@field seed? integer
----@field backend? string "nccl" sends GPU memory over NCCL, or raises an error; "gloo" never uses NCCL (and even one
----  process gets a Gloo group); by default NCCL is used if all ranks have it
+---@field backend? string "nccl" sends GPU memory over NCCL, or raises an error. "gloo" never uses NCCL, and even a
+---  single process then gets a Gloo group. By default, NCCL is used if all ranks have it
 ---@field pipe_size? integer the configuration's pipeline.stages
 ---@field tp_size? integer the configuration's tensor_parallel.size
 ---@field num_micro_batches? integer the configuration's gradient_accumulation_steps
@@ -46,15 +46,15 @@ local DEFAULT_HEARTBEAT_S = 7  -- with heartbeats every second, all ranks detect
 ---@field rank? integer
 ---@field world_size? integer
 ---@field local_rank? integer
----@field timeout? number seconds that the creation of the group, and each call, may wait (default 600)
+---@field timeout? number seconds that the creation of the group may wait, and that each call may wait (default 600)
 ---@field heartbeat? number seconds after which a silent rank counts as dead (default 7); must be equal on all ranks
 ---@field quiet? boolean
 
 ---@class ps.Group
 ---@field backend string "gloo" or "self"
----@field devices {never?: boolean, must?: boolean} whether devices must not, or must, be connected
+---@field devices {never?: boolean, must?: boolean} whether devices must not be connected, or must be connected
 ---@field private parts table<ps.Group, true> the groups that were split from it
----@field private c ffi.cdata*|nil ps_group *, or nil after the group was closed
+---@field private c ffi.cdata*|nil ps_group *; nil after the group was closed
 local Group = {}
 Group.__index = Group
 for name, method in pairs(group_ops) do Group[name] = method end
@@ -75,7 +75,7 @@ function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open
 
 --- Connects the ranks' devices of this name, so that the calls below accept tensors on them. All ranks must call it.
 --- The first collective with such tensors also connects the devices. The error EUNSUP means that some rank cannot
---- connect; the group then continues with host memory.
+--- connect. The group then continues to send through host memory.
 ---@param device string
 ---@return string carrier the library that sends the bytes: "nccl", "gloo" ("self" in a world of one process)
 function Group:connect(device)
@@ -91,8 +91,8 @@ function Group:carrier()
 end
 
 --- Replaces a tensor on all ranks by the elementwise sum, maximum or minimum of all ranks' tensors. Sums are computed
---- in fp32 (in fp64 for fp64), in the order of ranks. For max and min, and for sums of int32 and int64, the tensors
---- must be in host memory.
+--- in the order of ranks, in fp32, or in fp64 for fp64 tensors. For max and min, and for sums of int32 and int64, the
+--- tensors must be in host memory.
 ---@param t ps.Tensor of the same shape and type on all ranks
 ---@param reduce? "sum"|"max"|"min" (default "sum"); in max and min, a NaN on any rank results in NaN
 ---@return ps.Tensor t
@@ -106,7 +106,7 @@ function Group:all_reduce(t, reduce)
   return t
 end
 
---- Returns this rank's part of the sum of all ranks' `input`, which has one equal part per rank.
+--- Sums all ranks' `input`, and writes this rank's part of the sum to `out`. The sum has one equal part per rank.
 ---@param out ps.Tensor [n, ...], overwritten
 ---@param input ps.Tensor [size n, ...]
 ---@return ps.Tensor out
@@ -116,7 +116,7 @@ function Group:reduce_scatter(out, input)
   return out
 end
 
---- Concatenates all ranks' `input` in the order of ranks.
+--- Concatenates all ranks' `input` in the order of ranks, and writes the result to `out`.
 ---@param out ps.Tensor [size n, ...], overwritten
 ---@param input ps.Tensor [n, ...]
 ---@return ps.Tensor out
@@ -134,7 +134,7 @@ function Group:broadcast(t, root)
   return t
 end
 
---- Waits until all ranks have called it.
+--- Waits until all ranks have called barrier.
 function Group:barrier() check(C.ps_group_barrier(open(self))) end
 
 --- Sends a tensor to another rank, which must call recv at the same time.
@@ -145,7 +145,7 @@ function Group:send(t, peer)
 end
 
 --- Receives a tensor from another rank, which must call send at the same time.
----@param t ps.Tensor of the sent tensor's shape and type, overwritten
+---@param t ps.Tensor overwritten; must have the shape and dtype of the sent tensor
 ---@param peer integer the rank that sends
 ---@return ps.Tensor t
 function Group:recv(t, peer)
@@ -153,9 +153,9 @@ function Group:recv(t, peer)
   return t
 end
 
---- Closes the group and the groups split from it, which cannot be used afterwards. A second call does nothing. First
---- waits for transfers of GPU memory that are still running, in all groups of the process. If one does not complete,
---- raises an error after the group is closed.
+--- Closes the group and the groups that were split from it. They cannot be used afterwards. A second call does nothing.
+--- First waits for all transfers of GPU memory that are still running in any group of the process. If a transfer does
+--- not complete, raises an error after the group is closed.
 function Group:close()
   if not self.c then return end
   local ended, why = pcall(check, C.ps_groups_settle())
@@ -176,9 +176,9 @@ local function own(backend)
                         parts = setmetatable({}, { __mode = "k" }) }, Group)
 end
 
---- Returns a group of some of these ranks, over the same connections. A failure in one group ends all groups that share
---- the connections. All ranks of this group must call it at the same time, each with the list of the new group that it
---- joins.
+--- Returns a group of some of these ranks, which uses the same connections. A failure in one group ends all groups that
+--- share the connections. All ranks of this group must call it at the same time. Each rank passes the list of the new
+--- group that it joins.
 ---@param ranks integer[] ranks in this group, in the order of the new group
 ---@param axis string the new group's name in errors: 1 to 15 letters, digits and "_"
 ---@return ps.Group
@@ -195,7 +195,8 @@ function Group:split(ranks, axis)
   return group
 end
 
---- Returns the group's name in errors: the axis along which it was cut, or nil for the group of all ranks.
+--- Returns the group's name in errors. This is the axis along which the group was cut, or nil for the group of all
+--- ranks.
 ---@return string?
 function Group:axis()
   local axis = ffi.string(C.ps_group_axis(open(self)))
@@ -210,7 +211,7 @@ function Group:world_rank(rank)
   return check(C.ps_group_world_rank(c, whole(rank or C.ps_group_rank(c), "rank", "world_rank")))
 end
 
---- Returns a group of only this process, for scripts that also run alone.
+--- Returns a group of only this process, for scripts that can also run alone.
 ---@return ps.Group
 function dist.self()
   if C.ps_machine_pretended() ~= 0 then                     -- simulated devices have no bytes to send
@@ -228,12 +229,12 @@ local function all_here(rendezvous, machines)
   return C.ps_host_is_loopback(host) == 1
 end
 
---- Returns the group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo. The ranks
---- prove to each other that they know the secret (ps.dist.secret).
+--- Returns the group of the ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"). The group uses Gloo.
+--- The ranks prove to each other that they know the secret (ps.dist.secret).
 ---@param rendezvous string
 ---@param rank integer
 ---@param size integer
----@param timeout? number seconds that the creation of the group, and each call, may wait
+---@param timeout? number seconds that the creation of the group may wait, and that each call may wait
 ---@param heartbeat? number seconds after which a silent rank counts as dead
 ---@param run? string the run's name (default PS_RUN_ID)
 ---@param machines? integer 1 if all ranks are on this machine, 2 if they are on several machines, 0 or nil if this is
@@ -268,7 +269,7 @@ local function check_options(o)
   end
 end
 
--- Returns the options that are settings of a configuration, by its keys: {value, name in messages}.
+-- Returns the options that are settings of a configuration, by configuration key. A value is {value, name in messages}.
 local function asked(o)
   local keys = {}
   for name, path in pairs(ASKED) do
@@ -277,8 +278,8 @@ local function asked(o)
   return keys
 end
 
---- Joins the other ranks. Without a launcher or explicit values, the process is a world of one. Unless quiet, rank 0
---- prints once where the ranks were read from.
+--- Joins the other ranks. Without a launcher and explicit values, the process is a world of one rank. Rank 0 prints
+--- once where the ranks were read from, unless `quiet` is set.
 ---@param options? ps.dist.Options seed: argument of ps.manual_seed, equal on all ranks
 ---@return ps.Group
 function dist.init_distributed(options)
@@ -306,7 +307,7 @@ function dist.init_distributed(options)
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
   end
-  if devices.must then                            -- fails here instead of in the first step
+  if devices.must then                            -- a failure is raised here and not in the first step
     local ok, problem = pcall(group.connect, group, "cuda")
     if not ok then
       group:close()
@@ -328,8 +329,8 @@ function dist.world_size() return mesh.env() and mesh.env().world_size or 1 end
 ---@return integer
 function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
---- Prints values on only one rank, like print. The rank is 0, or that of a table { rank = n } after the values, or the
---- second of two arguments if it is a number: print_rank(text, 1).
+--- Prints values on only one rank, like print. By default this is rank 0. Another rank is chosen by a table { rank = n
+--- } after the values, or by the second of two arguments if it is a number: print_rank(text, 1).
 ---@param ... any the values, and the rank
 function dist.print_rank(...)
   local given, rank = { n = select("#", ...), ... }, nil
@@ -348,7 +349,7 @@ function dist.print_rank(...)
   io.stdout:flush()
 end
 
---- Returns whether `flag` is true on any rank, with the same result on all ranks. All ranks must call it.
+--- Returns whether `flag` is true on any rank. The result is the same on all ranks. All ranks must call it.
 ---@param flag boolean
 ---@return boolean
 function dist.any_rank(flag)
@@ -358,7 +359,7 @@ function dist.any_rank(flag)
   return sum:item() > 0
 end
 
---- Waits until all ranks have called it.
+--- Waits until all ranks have called synchronize.
 function dist.synchronize()
   local group = mesh.group "world"
   if group then group:barrier() end

@@ -1,18 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The mesh of ranks (ps.mesh): which ranks form a group along each axis. Code that communicates finds its group here:
---   world   all ranks: configurations, checkpoints, the end of a run, and failures
---   dp      ranks that train the same parameters (replicas, or shards with ZeRO) on different rows of every batch:
---           loaders, gradients, losses
---   pp      ranks with one stage each of a model, in the order of the model
---   tp      ranks with one part each of the same layers
--- Ranks are numbered with tp fastest, then dp, and pp slowest. Until the world is split into groups, dp has all ranks.
+-- The mesh of ranks (ps.mesh). It says which ranks form a group along each axis. Code that communicates finds its group
+-- here:
+--   world   all ranks. Used for configurations, checkpoints, the end of a run, and failures
+--   dp      the ranks that train the same parameters (replicas, or shards with ZeRO) on different rows of every batch.
+--           Used by loaders, and for gradients and losses
+--   pp      the ranks that have one stage of a model each, in the order of the model
+--   tp      the ranks that have one part each of the same layers
+-- Ranks are numbered along tp first, then along dp, then along pp. Until the world is split into groups, dp has all
+-- ranks.
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 local error = caller.error
 
 local mesh = {}
 
-mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: most pieces in which rows are sent while products run
+mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: most pieces into which rows are divided to be sent while products run
 local PIECES = 4                -- number of pieces for tp_overlap_comm = true
 
 --- Returns the number of pieces that tensor_parallel.tp_overlap_comm selects.
@@ -25,14 +27,14 @@ end
 
 local AXES = { world = true, dp = true, pp = true, tp = true, cp = true, ep = true }
 local CUTS = { "tp", "dp", "pp" }  -- axes in the order in which ranks are numbered, fastest first
-local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- keys of an axis's size in a configuration
+local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- configuration keys of the axes' sizes
 local RESERVED = { cp = "context parallelism", ep = "expert parallelism" }
 local joined, env               -- the group of ps.init_distributed, and this process's ranks (ps.dist.Env)
-local wanted = {}               -- settings made by scripts, by configuration key: {value, name in messages}
-local sizes                     -- sizes of the axes; nil until the world is cut
-local groups = {}               -- groups by axis; groups of one rank are absent
+local wanted = {}               -- settings that scripts made, by configuration key: {value, name in messages}
+local sizes                     -- sizes of the axes, or nil before the world is cut
+local groups = {}               -- groups by axis, without groups of one rank
 
---- Sets the group of all ranks. ps.init_distributed calls it after it has joined them.
+--- Sets the group of all ranks. ps.init_distributed calls it after the ranks have joined.
 ---@param group ps.Group of one rank or more
 ---@param where ps.dist.Env
 ---@param asked? table<string, any[]>
@@ -40,11 +42,11 @@ function mesh.open(group, where, asked)
   joined, env, wanted, sizes, groups = group, where, asked or {}, nil, {}
 end
 
---- Returns the settings with which a configuration must agree, by its keys.
+--- Returns the settings with which a configuration must agree, by configuration key.
 ---@return table<string, any[]>
 function mesh.asked() return wanted end
 
---- Forgets a group. It is called when the group is closed.
+--- Forgets a group. Called when the group is closed.
 ---@param group ps.Group
 function mesh.close(group)
   if joined == group then joined, env, wanted, sizes, groups = nil, nil, {}, nil, {} end
@@ -54,7 +56,7 @@ end
 ---@return boolean
 function mesh.is_open() return joined ~= nil end
 
---- Returns the ranks of this process, globally and on its machine, or nil before ps.init_distributed.
+--- Returns this process's rank among all ranks and its rank on its machine. Returns nil before ps.init_distributed.
 ---@return ps.dist.Env?
 function mesh.env() return env end
 
@@ -66,8 +68,8 @@ local function check_axis(axis)
   end
 end
 
--- Among the ranks that differ from a rank only along one axis, returns the first, and the distance from one to the
--- next.
+-- Considers the ranks that differ from a rank only along one axis. Returns the first of them, and the distance between
+-- two neighbours.
 local function first_of_line(axis, all, rank)
   local stride = 1
   for _, cut in ipairs(CUTS) do
@@ -85,7 +87,7 @@ local function line(axis, all)
   return list
 end
 
--- Returns the sizes of all axes. pp and tp default to 1, and dp to the world's size divided by both.
+-- Returns the sizes of all axes. pp and tp default to 1, and dp to the world's size divided by pp and tp.
 local function complete(given, world)
   local all = { pp = given.pp or 1, tp = given.tp or 1 }
   for axis, size in pairs(given) do
@@ -118,9 +120,9 @@ local function complete(given, world)
   return all
 end
 
---- Cuts the world along axes, { dp =, pp =, tp = }, into numbers of ranks whose product is the world's size. dp
---- defaults to the world's size divided by the others. All ranks must call it at the same time. A second call with the
---- same sizes does nothing. Create loaders after the call.
+--- Cuts the world along axes. { dp =, pp =, tp = } has the number of ranks along each axis, and their product is the
+--- world's size. dp defaults to the world's size divided by the others. All ranks must call it at the same time. A
+--- second call with the same sizes does nothing. Create loaders after this call.
 ---@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep must be 1
 ---@return {dp: integer, pp: integer, tp: integer} sizes
 function mesh.cut(given)
@@ -165,7 +167,7 @@ function mesh.rank(axis)
   return rest
 end
 
---- Returns the first rank of a rank's group along an axis, or the rank itself if it is alone.
+--- Returns the first rank of the group to which a rank belongs along an axis. Returns the rank itself if it is alone.
 ---@param axis "dp"|"pp"|"tp"
 ---@param rank integer global rank
 ---@return integer
@@ -182,7 +184,7 @@ function mesh.group(axis)
   return axis ~= "world" and groups[axis] or joined
 end
 
---- Raises an error if a launcher started several processes that the script has not joined.
+--- Raises an error if a launcher started several processes but the script has not joined them.
 ---@param what string the call of the script
 function mesh.check_joined(what)
   if joined then return end

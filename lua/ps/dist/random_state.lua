@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Saves and restores the whole state of the random numbers (ps.rng), also as text for files, and shares it among ranks.
--- The state has 64-bit numbers, which Lua's and JSON's numbers cannot hold exactly, so they are saved as decimal text.
+-- The state has 64-bit numbers. They are saved as decimal text, because the numbers of Lua and JSON cannot hold them
+-- exactly.
 local random = require "ps.core.random"
 local agree = require "ps.dist.agree"
 
@@ -22,7 +23,7 @@ function random_state.get()
   return state
 end
 
---- Sets a state from `get`. Fields that the state lacks do not change.
+--- Sets a state that `get` returned. A field that `state` lacks does not change.
 ---@param state table<string, string>
 function random_state.set(state)
   local rng = random.state()
