@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Saves a checkpoint while training continues. The state is copied to host memory, in the layout of the file, and a
--- thread of the engine (src/io/saver.c) writes it. The copy's memory is a tensor, so budgets count it. The memory is
--- kept between saves until a larger copy is needed or it is released. A step that does not fit in the remaining memory
--- waits until the file is written.
+-- Saves a checkpoint while training continues. The state is copied to host memory, in the layout of the file. A thread
+-- of the engine (src/io/saver.c) writes the copy. The memory of the copy is a tensor, so that budgets count it. It is
+-- kept between saves until a larger copy is needed, or until it is released. If a step does not fit in the remaining
+-- memory, it waits until the file is written.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local hooks = require "ps.core.hooks"
@@ -12,7 +12,7 @@ local ffi, C = native.ffi, native.C
 
 local background = {}
 
-local ALIGN = 4096                                         -- alignment in bytes that writes past the page cache need
+local ALIGN = 4096                                         -- alignment in bytes, required to write past the page cache
 local saver, buffer, buffer_nbytes, copying, said, unlisten
 local seconds_out, address_out = ffi.new("double[1]"), ffi.new("void *[1]")
 
@@ -21,7 +21,7 @@ local function shown(nbytes)
   return nbytes >= 2 ^ 20 and ("%.1f MiB"):format(nbytes / 2 ^ 20) or ("%.1f KiB"):format(nbytes / 2 ^ 10)
 end
 
---- Frees the memory of the copied state.
+--- Frees the memory of the copy.
 function background.release()
   if not buffer then return end
   native.give_back(buffer)
@@ -29,8 +29,8 @@ function background.release()
   buffer, buffer_nbytes = nil, nil
 end
 
--- Frees the copy's memory after the file was written, because an allocation found no memory. `wait` reports the result
--- of the save.
+-- Frees the copy's memory after the file was written. Called when an allocation found no memory. `wait` reports the
+-- result of the save.
 local function give_way(quiet)
   if copying then return false end
   if not (quiet or said) then
@@ -43,7 +43,7 @@ local function give_way(quiet)
   return true
 end
 
--- Returns the address of memory for a copy of nbytes bytes. The address is a multiple of ALIGN.
+-- Returns the address of memory for a copy of `nbytes` bytes. The address is a multiple of ALIGN.
 local function room(nbytes, quiet)
   if not buffer or buffer_nbytes < nbytes then
     background.release()
@@ -64,17 +64,17 @@ local function room(nbytes, quiet)
   return ffi.cast("uint8_t *", (address + ALIGN - 1) / ALIGN * ALIGN)
 end
 
---- Returns whether saving can overlap with training. It cannot in a script's dry run, whose tensors have no bytes to
+--- Returns whether saving can overlap with training. In a script's dry run it cannot, because tensors have no bytes to
 --- copy.
 ---@return boolean
 function background.possible() return C.ps_machine_pretended() == 0 end
 
---- Copies tensors, and starts to write the copy to a file with checksums. Later writes to the tensors do not affect the
---- copy.
+--- Copies tensors, and starts to write the copy to a file with checksums. Writes to the tensors after this call do not
+--- affect the copy.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata table<string, string>
----@param quiet? boolean whether to print no message about the memory of the copy
+---@param quiet? boolean if true, no message about the memory of the copy is printed
 ---@return integer nbytes
 function background.start(path, tensors, metadata, quiet)
   if not saver then
@@ -97,8 +97,8 @@ end
 ---@return boolean
 function background.busy() return saver ~= nil and C.ps_saver_busy(saver) ~= 0 end
 
---- Waits for the file. Raises the error of its writing.
----@return number seconds duration of the writing
+--- Waits until the file is written. Raises the error of the write if it failed.
+---@return number seconds duration of the write
 function background.wait()
   if not saver then return 0 end
   native.check(C.ps_saver_wait(saver, seconds_out))

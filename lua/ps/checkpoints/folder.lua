@@ -1,13 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A folder of checkpoints: names, `latest`, the order in which checkpoints are tried, and their removal. It contains
---   step-00000012.safetensors    a whole checkpoint (one process), or
---   step-00000012/               one of several processes: a file of each rank and index.json
---   latest                       the name of the newest complete checkpoint, and in a second line the number of its run
--- and, while a checkpoint is being written or after a crash, step-00000012.tmp-* and similar names. One run at a time
--- writes into a folder. Only the process that commits (rank 0) creates and removes files in it. If a file system cannot
--- exchange two names (NFS), saving a step again renames the older folder to step-00000012.tmp-*-aside for a moment
--- (ps_file_swap_folder). After a crash at that time the older folder still has this temporary name. It then counts as a
--- checkpoint until another folder gets the step's name.
+-- Manages a folder of checkpoints: names, the file `latest`, the order in which checkpoints are tried, and their
+-- removal. The folder contains:
+--   step-00000012.safetensors    a whole checkpoint that one process wrote, or
+--   step-00000012/               a checkpoint of several processes: a file of each rank, and index.json
+--   latest                       two lines: the name of the newest complete checkpoint, and the number of its run
+-- While a checkpoint is being written, or after a crash, it also contains step-00000012.tmp-* and similar names. Only
+-- one run at a time writes into a folder. Only the process that commits (rank 0) creates and removes files in it.
+--
+-- Some file systems, such as NFS, cannot exchange two names. On these, a second save of a step renames the older folder
+-- to step-00000012.tmp-*-aside for a moment (ps_file_swap_folder). After a crash at that time, the older folder still
+-- has this temporary name. It then counts as a checkpoint until another folder gets the name of the step.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local lfs = require "lfs"
@@ -57,18 +59,18 @@ local function step_of(name)
   return tonumber(name:match("^step%-(%d+)$") or name:match("^step%-(%d+)%.safetensors$"))
 end
 
--- Returns the step of a checkpoint that has the name ...-aside after a crash, or nil.
+-- Returns the step of a checkpoint that a crash left under the name ...-aside, or nil for any other name.
 local function step_aside(path, name)
   local proper, step = name:match("^(step%-(%d+))%.tmp%-%x+%-aside$")
   if proper and not lfs.attributes(path .. "/" .. proper, "mode") then return tonumber(step) end
 end
 
--- Returns whether a file or folder is the leftover of a crash.
+-- Returns whether a crash left this file or folder.
 local function is_leftover(name)
   return name:match("^step%-%d+%.tmp%-") or name:match("^step%-%d+%.safetensors%.tmp%-") or name:match("^latest%.tmp%-")
 end
 
--- Returns the checkpoints in a folder, newest first: {name, step}.
+-- Returns the checkpoints in a folder as a list of {name, step}, newest first.
 local function list(path)
   local all = {}
   if lfs.attributes(path, "mode") ~= "directory" then return all end
@@ -83,7 +85,7 @@ local function list(path)
   return all
 end
 
---- Returns the names of checkpoints in a folder, complete or not, newest first.
+--- Returns the names of all checkpoints in a folder, newest first. Incomplete checkpoints are included.
 ---@param path string
 ---@return string[]
 function folder.names(path)
@@ -92,8 +94,8 @@ function folder.names(path)
   return names
 end
 
--- Returns the lines of `latest`, or nil if there is no such file. Raises an error if the file cannot be read, since a
--- run that regarded it as missing would begin again.
+-- Returns the lines of `latest`, or nil if there is no such file. Raises an error if the file exists but cannot be
+-- read, because a run that regarded it as missing would begin again.
 local function read_latest(path)
   local file, why, code = io.open(path .. "/latest", "rb")
   if not file and (code == errno.ENOENT or code == errno.ENOTDIR) then return nil end
@@ -119,9 +121,10 @@ function folder.set_latest(path, name, run)
   native.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
 end
 
---- Returns the checkpoints to try, in order: the latest, then earlier ones. Checkpoints of later steps belong to
---- another run. If the file `latest` is missing, there are none. If it is damaged, or names a checkpoint that does not
---- exist and there is no earlier one, all checkpoints are returned, and `problem` describes the damage.
+--- Returns the checkpoints to try, in this order: the latest checkpoint, then earlier ones. Checkpoints of later steps
+--- are not returned, because they belong to another run. If the file `latest` is missing, the list is empty. There are
+--- two cases in which all checkpoints are returned and `problem` describes the damage: `latest` is damaged, or it names
+--- a checkpoint that does not exist and there is no earlier one.
 ---@param path string
 ---@return string[] names
 ---@return string? problem
@@ -145,9 +148,9 @@ function folder.candidates(path)
   return names, problem, newest and run
 end
 
---- Removes old checkpoints when checkpoint `name` of step `step` is complete. Keeps it and the newest earlier
---- checkpoints, `keep` in total. Removes older checkpoints, the same step in the other form, and leftovers of crashes.
---- Checkpoints of later steps belong to another run and are kept.
+--- Removes old checkpoints. Called when checkpoint `name` of step `step` is complete. Keeps this checkpoint and the
+--- newest earlier ones, `keep` checkpoints in total. Removes older checkpoints, a checkpoint of the same step in the
+--- other form, and leftovers of crashes. Keeps checkpoints of later steps, because they belong to another run.
 ---@param path string
 ---@param step integer
 ---@param keep integer

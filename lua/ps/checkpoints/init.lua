@@ -1,20 +1,28 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checkpoints: everything a run needs to continue bit for bit, on any number of ranks, with a checksum for every byte.
--- One process writes ONE safetensors file, atomically:
---   tensors    the model's by name, and "optimizer.<parameter>.<state>"
---   metadata   "format" = "pt" (required by Hugging Face's readers) and "psluajit": JSON with the step, optimizer
---              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
--- Several processes write a folder together (checkpoints/rank_files.lua). Each process writes the tensors that it owns,
--- or, if all processes hold all tensors, the tensors that are assigned to it. The folder gets its name when all files
--- are on disk. In a folder of checkpoints, each checkpoint has the number of its run. Rank 0 draws the number for all
--- processes at the first save, or gets it from the checkpoint that the run loads. A single file has the number as
--- "psluajit_run" in its metadata, and a folder of several processes has it in its index. A file that is saved or merged
--- elsewhere has no such number, so its bytes depend only on the state.
--- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time. The engine's schedule
--- and loss scale are included. A checkpoint can be loaded with any budget, policy, chunk size and device, into plain
--- memory and by ps.optim. With `async` the state is copied, and a thread writes the copy (checkpoints/background.lua).
--- Rank 0 checks that the other ranks' files in the folder are complete, and commits the checkpoint between two steps,
--- in wait, in the next save, or when the script ends.
+-- Checkpoints have everything that a run needs to continue bit for bit, on any number of ranks. Each byte has a
+-- checksum.
+--
+-- A single process writes ONE safetensors file, atomically:
+--   tensors    the model's tensors by name, and "optimizer.<parameter>.<state>"
+--   metadata   "format" = "pt" (required by Hugging Face's readers) and "psluajit". The latter is JSON with the step,
+--              the optimizer's settings, the schedule, the loss scale, the data position, the random numbers and the
+--              caller's `extra`
+-- Several processes write a folder together (checkpoints/rank_files.lua). Each process writes the tensors that it owns.
+-- If all processes hold all tensors, each process writes the tensors that are assigned to it. The folder gets its name
+-- when all files are on disk.
+--
+-- In a folder of checkpoints, each checkpoint has the number of its run. Rank 0 draws the number for all processes at
+-- the first save, or reads it from the checkpoint that the run loads. A single file has the number as "psluajit_run" in
+-- its metadata, and a folder of several processes has it in its index. A file that is saved or merged outside a folder
+-- of checkpoints has no run number, so its bytes depend only on the state.
+--
+-- With an engine (ps.initialize), the tensors are the fp32 values. They are written and read one at a time. The
+-- engine's schedule and loss scale are included. A checkpoint can be loaded with any budget, policy, chunk size and
+-- device. It can also be loaded into plain memory, and by ps.optim.
+--
+-- With `async`, the state is copied, and a thread writes the copy (checkpoints/background.lua). Rank 0 checks that the
+-- other ranks' files in the folder are complete, and then commits the checkpoint. It does this between two steps, in
+-- wait, in the next save, or when the script ends.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
@@ -42,13 +50,14 @@ local error = caller.error
 local checkpoint = { make_folder = folder.make }
 
 local PREFIX = "optimizer."
-local EXIT_S, FAILED_S = 10, 1  -- seconds for which a script's end waits for other ranks' files
-local pending, unlisten  -- the running save, and a function that unsubscribes from steps
-local run                                                  -- id of this process's run, from its first save or load on
+local EXIT_S, FAILED_S = 10, 1  -- seconds for which the end of a script waits for other ranks' files
+local pending, unlisten  -- the running save, and a function that ends the subscription to steps
+local run                                                  -- id of this process's run; set by its first save or load
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
--- The keys of save and load: parts, which have a state, and options. The same table can be passed to both calls.
+-- The keys of the argument of save and load: the parts, which have a state, and the options. Both calls accept all
+-- keys.
 local PARTS = { "model", "optimizer", "sched", "loader", "scaler" }
 local OPTIONS = { step = "whole", extra = "any", keep = "whole", async = "boolean", quiet = "boolean",
   shards = "boolean", verify = "boolean", fallback = "boolean", tensors = "table" }
@@ -84,21 +93,21 @@ end
 ---@class ps.CheckpointParts
 ---@field model ps.nn.Module|ps.Engine
 ---@field optimizer? ps.Optimizer|ps.EngineOptimizer
----@field sched? ps.Schedule (default: the engine's)
+---@field sched? ps.Schedule (default: the engine's schedule)
 ---@field loader? ps.Loader
----@field scaler? ps.LossScaler (default: the engine's)
----@field step? integer (default: the optimizer's)
+---@field scaler? ps.LossScaler (default: the engine's loss scale)
+---@field step? integer (default: the optimizer's number of steps)
 ---@field extra? table any value that JSON can represent
----@field tensors? table<string, ps.Tensor> further tensors of the script, such as an exponential moving average, which
----  must be equal on all ranks; rank 0 saves them, and load writes into the given tensors
+---@field tensors? table<string, ps.Tensor> further tensors of the script, such as an exponential moving average. They
+---  must be equal on all ranks. Rank 0 saves them, and load writes into the given tensors
 ---@field keep? integer number of newest checkpoints to keep in a folder (default 2)
----@field async? boolean whether save returns once the state is copied to host memory
----@field quiet? boolean whether to print no message about the memory that async needs
----@field shards? boolean whether a single process writes a folder, too
----@field verify? boolean false makes load skip the comparison of checksums
----@field fallback? boolean false makes load raise an error for a damaged checkpoint even if there is an earlier one
+---@field async? boolean whether save returns as soon as the state is copied to host memory
+---@field quiet? boolean if true, no message about the memory that async needs is printed
+---@field shards? boolean if true, a single process writes a folder, too
+---@field verify? boolean if false, load does not compare checksums
+---@field fallback? boolean if false, load raises an error for a damaged checkpoint even if there is an earlier one
 
--- Returns the schedule and the loss scale: the ones in `parts`, or the engine's.
+-- Returns the schedule and the loss scale. They are those in `parts` if given, or else the engine's.
 local function parts_of(parts)
   local model, optimizer = parts.model, parts.optimizer
   local engine = optimizer ~= nil and handle.of(model)
@@ -107,15 +116,15 @@ local function parts_of(parts)
 end
 
 -- -- the saved state ------------------------------------------------------------------------------------------------
--- Returns the base model of a model with adapters (ps.lora), whose frozen values are not saved. Returns nil if all
--- values are saved.
+-- Returns the base model of a model with adapters (ps.lora). The frozen values of the base model are not saved. Returns
+-- nil if all values are saved.
 local function base_of(model)
   local adapters = rawget(handle.module(model), "adapters_")
   return adapters and adapters:frozen_base()
 end
 
--- Returns the state on this rank: tensors by name, and everything else as a table. Masters that have no tensor are
--- ps.LaterTensor.
+-- Returns the state on this rank as two tables: tensors by name, and everything else. Masters that have no tensor are
+-- returned as ps.LaterTensor.
 local function gather(parts, step, base)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
@@ -138,7 +147,7 @@ local function gather(parts, step, base)
   return tensors, state, own
 end
 
--- Returns whether each parameter has one owner, so that state_dict returns only this rank's parameters.
+-- Returns whether each parameter has only one owner. If so, state_dict returns only the parameters that this rank owns.
 local function are_owned(model)
   local engine = handle.of(model)
   local built = engine and engine.built
@@ -148,7 +157,7 @@ local function are_owned(model)
   return false
 end
 
--- Returns the names of all parameters if no rank holds the whole model, or nil if each rank holds it.
+-- Returns the names of all parameters if no rank holds the whole model. Returns nil if each rank holds the whole model.
 local function names_of(model, base)
   local engine, names = handle.of(model), {}
   local stages = engine and engine.stages
@@ -165,8 +174,8 @@ local function parameter_of(name)
   return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
 end
 
--- Returns this rank's shard of a tensor without padding, or nil if the shard consists of padding. The shard of a
--- ps.LaterTensor is one, too.
+-- Returns this rank's shard of a tensor without padding. Returns nil if the shard has only padding. The shard of a
+-- ps.LaterTensor is a ps.LaterTensor, too.
 local function own_values(tensor, at)
   if scope.is_tensor(tensor) then return sharded.own(tensor, at) end
   local shape = sharded.own_shape(at)
@@ -175,9 +184,9 @@ local function own_values(tensor, at)
   end } or nil
 end
 
--- Removes all tensors except those that this rank along tp saves. These are its pieces of cut tensors, without padding,
--- and on rank 0 also the tensors that are whole on all ranks. Returns the offsets of the pieces for the file's
--- metadata, or nil if nothing is cut.
+-- Removes all tensors that this rank along tp does not save. It saves its pieces of cut tensors, without padding. Rank
+-- 0 also saves the tensors that are whole on all ranks. Returns the offsets of the pieces for the file's metadata, or
+-- nil if no tensor is cut.
 local function keep_pieces(tensors, model)
   local cuts, pieces = sharded.of(model), {}
   if not cuts then return nil end
@@ -199,8 +208,8 @@ local function nbytes_of(tensor)
   return rectangles.numel(tensor.shape) * tonumber(native.C.ps_dtype_size(native.dtype_code(tensor.dtype)))
 end
 
--- Returns this rank's share of the tensors, and the names that all shares together must contain. Ranks with the same
--- tensors get disjoint shares. If stages share an embedding, one of them saves it.
+-- Returns this rank's share of the tensors, and the names that all shares together must contain. Ranks that hold the
+-- same tensors get disjoint shares. If several stages have the same embedding, one of them saves it.
 local function share(job, tensors, model)
   local engine = handle.of(model)
   local stages = engine and engine.stages
@@ -221,8 +230,8 @@ local function share(job, tensors, model)
 end
 
 -- -- a save ---------------------------------------------------------------------------------------------------------
--- Returns the files of a save and their writers. If `form` is "file", rank 0 writes one file. If it is "shards", all
--- ranks write into a folder.
+-- Returns the job of a save, which says what files are written and who writes them. If `form` is "file", rank 0 writes
+-- one file. If it is "shards", all ranks write into a folder.
 local function new_job(path, parts, base)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
@@ -244,8 +253,8 @@ local function new_job(path, parts, base)
   return job
 end
 
--- Creates the folders and draws the id of this save, on rank 0. Afterwards all ranks know this id, the id of the run,
--- and the paths of their files.
+-- On rank 0, creates the folders and draws the id of this save. After this call, all ranks know the id of the save, the
+-- id of the run, and the paths of their files.
 local function prepare(job)
   agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
     { "option async", tostring(job.async or false) } })
@@ -296,7 +305,7 @@ local function write(job, parts)
   end
 end
 
--- Makes the checkpoint valid. Rank 0 calls it when all files exist.
+-- Makes the checkpoint valid. Rank 0 calls this function when all files exist.
 local function commit(job)
   if job.form == "shards" then
     rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size,
@@ -325,7 +334,7 @@ end
 
 local function ready(job) return job.form == "file" or rank_files.all_there(job.temp, job.size) end
 
--- Checks the running save between two steps. Rank 0 commits once all files are complete. `wait` reports problems.
+-- Checks the running save between two steps. Rank 0 commits when all files are complete. `wait` reports problems.
 local function between_steps()
   local job = pending
   if not job or job.rank > 0 or job.committed or job.problem or background.busy() then return end
@@ -343,8 +352,8 @@ local function take_pending()
   return job
 end
 
--- Waits together with the other ranks, and commits. job.unsure means that this rank has not received the other ranks'
--- results, so it does not know whether rank 0 has committed.
+-- Waits together with the other ranks, and commits. job.unsure is true if this rank has not received the other ranks'
+-- results. In this case, it does not know whether rank 0 has committed.
 local function finish(job)
   local function heard() job.unsure = false end
   job.unsure = job.rank > 0
@@ -356,8 +365,9 @@ local function finish(job)
   agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
 end
 
--- Finishes the save only by looking at the files, if the other ranks cannot be reached. All ranks began to write at the
--- same time, so the other ranks need about as long. A rank that died never completes its file, so the wait has a limit.
+-- Finishes the save only by looking at the files. Called if the other ranks cannot be reached. All ranks began to write
+-- at the same time, so the other ranks need about as long as this one. A rank that died never completes its file, so
+-- the wait has a limit.
 local function finish_alone(job, patience)
   end_writing(job)
   if job.problem then error(job.problem, 0) end
@@ -376,7 +386,7 @@ end
 local function finished(job, how, patience)
   local ok, problem = pcall(how, job, patience)
   if ok then return job.final, job.seconds end
-  -- the checkpoint is complete, and only the removal of older checkpoints failed
+  -- If the job was committed, the checkpoint is complete, and only the removal of older checkpoints failed.
   if job.committed then error(problem, 0) end
   clean(job)
   local text = "the checkpoint %s, which was being written in the background, was not saved: %s"
@@ -388,7 +398,7 @@ local function finished(job, how, patience)
 end
 
 --- Waits for a running save with `async`, commits it and raises its error. All ranks must call it.
----@return string? path of the checkpoint, or nil if no save was running
+---@return string? path of the checkpoint; nil if no save was running
 ---@return number? seconds that the thread took
 function checkpoint.wait()
   local job = take_pending()
@@ -396,7 +406,7 @@ function checkpoint.wait()
   return finished(job, job.group and not job.group.c and finish_alone or finish)
 end
 
---- Completes a running save when the script ends. The program calls it.
+--- Completes a running save when the script ends. The program psluajit calls it.
 ---@param failed boolean whether the script ends with an error
 ---@return string? problem
 function checkpoint.at_exit(failed)
@@ -408,9 +418,9 @@ end
 
 -- -- the calls ------------------------------------------------------------------------------------------------------
 --- Writes a checkpoint. Earlier checkpoints are kept until the new one is complete. All ranks must call it. An error on
---- one rank is raised on all ranks. With async = true, it returns when the state has been copied to host memory. The
+--- one rank is raised on all ranks. With async = true, save returns when the state has been copied to host memory. The
 --- checkpoint is then complete some steps later, or after checkpoints.wait().
----@param path string a folder, or a .safetensors file (which only rank 0 writes)
+---@param path string a folder, or a .safetensors file. Only rank 0 writes a file
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
 function checkpoint.save(path, parts)
@@ -441,11 +451,11 @@ function checkpoint.save(path, parts)
   return job.final
 end
 
---- Returns the checkpoint at a path, which is the path itself, or the newest checkpoint of a folder. Returns nil if the
---- folder has none.
+--- Returns the path of the checkpoint at a path. This is the path itself, or the newest checkpoint of a folder. Returns
+--- nil if the folder has no checkpoint.
 ---@param path string
 ---@return string?
----@return string? why the reason why there is none
+---@return string? why the reason why there is no checkpoint
 function checkpoint.find(path)
   caller.typed(path, "string", "ps.checkpoints.find: the path")
   local found = restore.candidates(path)[1]
@@ -455,11 +465,12 @@ end
 
 local NEW_RUN = { force = "boolean", resume = "boolean" }
 
---- Checks that a script may start a new run in a folder. Raises an error if the folder cannot be made or written into.
---- If the folder has a checkpoint or a saved model (config.json, adapter_config.json), raises an error that names the
---- script's options for this case. Writes nothing.
+--- Checks that a script may start a new run in a folder. Raises an error if the folder cannot be made, or if no file
+--- can be written into it. Also raises an error if the folder has a checkpoint or a saved model (config.json,
+--- adapter_config.json). This error names the script's options for this case. Writes nothing.
 ---@param path string
----@param options? {force?: boolean, resume?: boolean} force: raise no error; resume: the script has an option --resume
+---@param options? {force?: boolean, resume?: boolean} force: raise no error about an earlier run. resume: the script
+---  has an option --resume
 ---@return string? earlier path of the earlier run's checkpoint or model, which the new run will replace
 function checkpoint.new_run(path, options)
   caller.typed(path, "string", "ps.checkpoints.new_run: the path")
@@ -479,26 +490,26 @@ function checkpoint.new_run(path, options)
   return run_of or model
 end
 
---- Returns a checkpoint's step and `extra`, without its tensors. If the path is a folder of checkpoints, uses the
---- newest one that can be read.
+--- Returns a checkpoint's step and `extra`, but not its tensors. If the path is a folder of checkpoints, uses the
+--- newest checkpoint that can be read.
 ---@param path string a folder of checkpoints, a checkpoint's own folder, or a .safetensors file
 ---@return {step: integer, extra?: table, file: string}
 function checkpoint.info(path)
   return restore.info(caller.typed(path, "string", "ps.checkpoints.info: the path"))
 end
 
---- Restores the given parts, and the random numbers, on any number of ranks. Raises an error if the checkpoint lacks a
+--- Restores the given parts and the random numbers, on any number of ranks. Raises an error if the checkpoint lacks a
 --- part. If the newest checkpoint of a folder is damaged or incomplete, load prints a message and uses the previous
 --- checkpoint of the same run. All ranks must call it. An error on one rank is raised on all ranks.
----@param path string a folder of checkpoints (of which the newest is used), a checkpoint's own folder, or a
----  .safetensors file
+---@param path string a folder of checkpoints, a checkpoint's own folder, or a .safetensors file. In a folder of
+---  checkpoints, the newest one is used
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
 function checkpoint.load(path, parts)
   agree.run(mesh.group "world", function() check_parts("load", path, parts) end)
   checkpoint.wait()
   local from, its_run = restore.load(path, parts, parts_of(parts))
-  run = its_run  -- nil for an older checkpoint without a run, in which case save draws an id
+  run = its_run  -- nil for an older checkpoint without a run; save then draws an id
   return from
 end
 

@@ -1,16 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Merges the shards of a checkpoint (files that each rank wrote with its part of the state) into one file
--- (tools/merge.lua). Each shard's tables are merged into those of the ranks before it:
---   tables    are joined key by key, at every depth: dicts, and lists as the Lua tables 1 .. n
---   tensors   in several shards must agree in type and shape; if their values differ, the last one is used (noted)
---   values    numbers, strings: the last one is used, noted if they differ; None counts as absent
---   metadata  of safetensors likewise, if the result is one, too; if a shard has checksums, the result has its own
--- Tensors whose pieces are in several shards (ps.tensor.shard) are assembled if the places of the pieces are known, as
--- in a checkpoint's folder and in one of save_parallelized; files without places are refused.
--- A checkpoint's folder (ps.checkpoints of several processes) becomes the one file that one process would have written.
--- Names that share a tensor or a table in their shard also share it in a .pt result, and a view whose elements share
--- bytes (expand) stays such a view. Memory: a few hundred bytes per tensor, and one piece of tensors' bytes at a time.
--- The result appears only when it is complete.
+-- Merges the shards of a checkpoint into one file (tools/merge.lua). The shards are files that each rank wrote with its
+-- part of the state. The shards' tables are merged in the order of ranks:
+--   tables    are joined key by key, at every depth. This applies to dicts, and to lists as the Lua tables 1 .. n
+--   tensors   that are in several shards must have the same dtype and shape. If their values differ, the last value is
+--             used, and the difference is noted
+--   values    are numbers and strings. If they differ, the last value is used, and the difference is noted. None counts
+--             as absent
+--   metadata  of safetensors files is merged like values, if the result is a safetensors file, too. If a shard has
+--             checksums, the result has its own checksums
+-- Tensors whose pieces are in several shards (ps.tensor.shard) are assembled. This requires that the places of the
+-- pieces are known, as in a checkpoint's folder and in a folder of save_parallelized. Files without places are refused.
+--
+-- The folder of a checkpoint (ps.checkpoints of several processes) becomes the file that a single process would have
+-- written. If several names share a tensor or a table in their shard, they also share it in a .pt result. If the
+-- elements of a view share bytes (expand), the result has such a view, too. Merging needs a few hundred bytes of memory
+-- per tensor, and memory for one piece of tensors' bytes. The result appears only when it is complete.
 local native = require "ps.core.ffi"
 local shard_note = require "ps.io.shard_note"
 local caller = require "ps.core.caller"
@@ -34,7 +38,7 @@ local function what(node) return node.kind == KIND.TENSOR and "a tensor " .. sha
 
 local join
 
--- Joins tables into new tables, since the old tables may be shared.
+-- Joins two tables into a new table, because the old tables may be shared.
 local function join_lists(a, b, label, state)
   local both = { kind = b.kind, file = b.file, items = {} }
   for i = 1, math.max(#a.items, #b.items) do
@@ -76,8 +80,8 @@ local function joined(a, b, label, state)
   return b
 end
 
--- Merges `b` into `a`. state.differ is called if they differ. state.known[a][b] is the result for a pair of nodes,
--- since the same pair may occur at many paths.
+-- Merges `b` into `a`. Calls state.differ if they differ. state.known[a][b] has the result for a pair of nodes, because
+-- the same pair may occur at many paths.
 function join(a, b, label, state)
   local known = state.known[a] or {}
   state.known[a] = known
@@ -203,7 +207,7 @@ local function write(format, root, path, metadata)
   if not ok then error(problem, 0) end
 end
 
--- Returns the number of tensors and their bytes. Each tensor is counted once.
+-- Returns the number of tensors and their size in bytes. Each tensor is counted once.
 local function count(node, seen, total)
   if seen[node] then return total end
   seen[node] = true
@@ -220,7 +224,7 @@ local function count(node, seen, total)
   return total
 end
 
--- Removes a tensor from the shards' dicts. Returns the removed entries by the shard's path.
+-- Removes a tensor from the shards' dicts. Returns the removed entries, by the path of their shard.
 local function take_out(shards, name)
   local token, found = KIND.STRING .. ":" .. name, {}
   for _, file in ipairs(shards) do
@@ -260,7 +264,8 @@ local function put_together(shards, pieced)
   end
 end
 
--- Raises an error for files that each have parts of the same layers, since merging them would result in a wrong model.
+-- Raises an error if each of the files has only a part of the same layers, because a merge would result in a wrong
+-- model.
 local function refuse_parts(paths, shards)
   local ranks = {}
   for i, path in ipairs(paths) do
@@ -314,7 +319,7 @@ local function merged(shards, paths, options)
   return total
 end
 
---- Returns the format for a name, or nil.
+--- Returns the format that a file name's extension denotes, or nil.
 ---@param path string
 ---@return string?
 function merge.format(path)
@@ -325,13 +330,13 @@ end
 
 local OPTIONS = { out = "string", strict = "boolean", note = "callable", metadata = "table", pieces = "table" }
 
---- Merges files, in the order of ranks, into options.out. An older file is replaced only when the new file is complete
---- on disk.
----@param paths string[] .pt or safetensors files, recognized by their contents
+--- Merges files, in the order of ranks, into options.out. If there is an older file, it is replaced only when the new
+--- file is complete on disk.
+---@param paths string[] .pt or safetensors files; a file's contents show its format
 ---@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>?, pieces:
----  table<string, table>? } strict: whether a difference raises an error; otherwise `note` is called with it. metadata:
----  metadata of a safetensors result, instead of the shards' metadata. pieces: tensors of which the files contain
----  rectangles, by name: { dtype, shape, pieces = { { path, offset, shape, at } } }
+---  table<string, table>? } strict: if true, a difference raises an error; otherwise `note` is called with a text about
+---  it. metadata: metadata of a safetensors result, instead of the shards' metadata. pieces: the tensors of which the
+---  files contain rectangles, by name: { dtype, shape, pieces = { { path, offset, shape, at } } }
 ---@return { tensors: integer, nbytes: integer } total
 function merge.run(paths, options)
   caller.typed(paths, "table", "merge.run: the list of files")
@@ -348,7 +353,7 @@ function merge.run(paths, options)
   return result
 end
 
---- Merges a checkpoint's folder into one file, which ps.checkpoints.load accepts like the folder.
+--- Merges a checkpoint's folder into one file. ps.checkpoints.load accepts the file in place of the folder.
 ---@param path string the checkpoint's own folder
 ---@param out string a .safetensors file
 ---@return { tensors: integer, nbytes: integer } total

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A file of a checkpoint as a tree of its values, and access to tensors' bytes a piece at a time.
--- A value that occurs several times is one node, so the tree may have far more paths than nodes, and walks record the
--- visited nodes. Memory: a few hundred bytes per tensor, and the buffer of one piece.
+-- Reads a file of a checkpoint as a tree of its values, and gives access to the bytes of tensors, a piece at a time. A
+-- value that occurs several times is one node. The tree may therefore have far more paths than nodes, and walks record
+-- the nodes that they have visited. The tree needs a few hundred bytes of memory per tensor, and the buffer of one
+-- piece.
 local native = require "ps.core.ffi"
 local ffi = require "ffi"
 local array = require "ps.core.array"
@@ -36,18 +37,19 @@ local byte_array = array "uint8_t"
 ---@field kind integer PS_PT_*
 ---@field file ps.merge.File
 ---@field id integer id of the value in its file
----@field text string? text of a key that is not in a file; the key may have `number` instead
+---@field text string? text of a key that is not in a file; such a key may have `number` instead
 ---@field keys string[]? tokens of a dict's keys, in order
 ---@field entries table<string, { key: ps.merge.Node, value: ps.merge.Node }>?
 ---@field items ps.merge.Node[]? items of a list
 ---@field dtype integer? dtype of a tensor, which also has shape, numel and nbytes
 ---@field tensor ffi.cdata*? the ps_pt_tensor of a tensor in a .pt file
----@field dense boolean? whether its elements are in the file in the order in which they are written
----@field span integer? number of elements from the first to the last one in the file, for a view whose elements share
----  bytes and that is written as a view
----@field identity string? equal for entries of a file that are one tensor
----@field parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]? rectangles of a tensor
----  whose pieces are in several tensors, each with its offset in the node's tensor
+---@field dense boolean? whether its elements are in the file in the order in which they are written to the result
+---@field span integer? set for a view whose elements share bytes and that is written as a view: the number of elements
+---  from the first to the last one in the file
+---@field identity string? a text that is equal for the entries of a file that are the same tensor
+---@field parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]? set for a tensor whose
+---  pieces are in several other tensors: a rectangle for each piece. `offset` is its position in this tensor, and `at`
+---  is its position in the tensor `node`
 
 -- Raises `problem`, preceded by a text.
 local function raise(problem, ...)
@@ -55,7 +57,7 @@ local function raise(problem, ...)
 end
 
 -- -- shards as trees ------------------------------------------------------------------------------------------------
---- Returns the path of the item `key` of `label`, such as "a.b".
+--- Returns the path of the item `key` in the table with the path `label`, such as "a.b".
 function tree.inside(label, key) return label == "" and key or label .. "." .. key end
 
 --- Returns the dtype and the shape of a tensor as text, for comparison and messages: "fp32 [2, 3]".
@@ -175,7 +177,7 @@ end
 local CLASS = { [KIND.DICT] = "a dict", [KIND.LIST] = "a list", [KIND.TUPLE] = "a list", [KIND.SET] = "a list",
   [KIND.TENSOR] = "a tensor" }
 
---- Returns a list's node as the node of a dict with the keys 1 .. n, which is the form of a list in Lua.
+--- Returns a list's node in the form of a dict with the keys 1 .. n, because Lua represents lists in this form.
 ---@param node ps.merge.Node
 ---@return ps.merge.Node
 function tree.as_dict(node)
@@ -232,9 +234,9 @@ end
 
 local lender_of
 
--- Compares a tensor with its checksum, and returns two functions. lend(at, n) returns n bytes from byte `at` on, which
--- are valid until the next call. done() releases their pages. With as_is, bytes are in the file's order, beginning with
--- the first element; otherwise they are in row-major order.
+-- Compares a tensor with its checksum, and returns two functions. lend(at, n) returns n bytes, starting at byte `at`.
+-- These are valid until the next call. done() releases the pages of the bytes. If `as_is` is true, bytes are in the
+-- file's order, beginning with the first element. Otherwise they are in row-major order.
 local function lender(node, as_is)
   if node.parts then return tree.lend_parts(node) end
   local file, each = node.file, tonumber(C.ps_dtype_size(node.dtype))
@@ -266,9 +268,9 @@ local function lender(node, as_is)
   end, done
 end
 
--- Returns the runs of a part that are contiguous both in the whole tensor and in the part's own tensor: their length,
--- their number, and a function place(i), which returns the index of the first element of run i, from 0, in the whole
--- tensor and in the part's own tensor.
+-- Divides a part into runs that are contiguous both in the whole tensor and in the part's own tensor. Returns the
+-- length of the runs, their number, and a function place(i). place(i) returns two indices from 0: those of the first
+-- element of run i in the whole tensor and in the part's own tensor.
 local function runs_of(node, part)
   local d, length, count = #node.shape, 1, 1
   while d > 0 do
@@ -293,7 +295,8 @@ local function runs_of(node, part)
   return length, count, place
 end
 
--- Copies a part's elements into the buffer, which holds the n elements of the whole tensor from `first` on.
+-- Copies a part's elements into the buffer. The buffer holds n elements of the whole tensor, starting at element
+-- `first`.
 local function take_part(part, buffer, first, n, each)
   local length, low, high = part.length, 0, part.count
   while low < high do                                      -- find the first run that ends after `first`
@@ -313,8 +316,8 @@ local function take_part(part, buffer, first, n, each)
   end
 end
 
--- Returns a function like that of lender, for a tensor that consists of pieces. Each call assembles the requested
--- bytes.
+-- Returns two functions like those of lender, for a tensor that consists of pieces. Each call of lend assembles the
+-- requested bytes.
 function tree.lend_parts(node)
   local each, parts = tonumber(C.ps_dtype_size(node.dtype)), {}
   for i, part in ipairs(node.parts) do
@@ -335,7 +338,7 @@ function lender_of(node, label, as_is)
   return lend, done
 end
 
--- Calls fn(at, n) for pieces of at most PIECE bytes.
+-- Calls fn(at, n) for consecutive pieces of at most PIECE bytes.
 local function each_piece(nbytes, fn)
   for at = 0, nbytes - 1, PIECE do
     if C.ps_interrupts() > 0 then error("interrupted", 0) end
@@ -362,14 +365,14 @@ tree.kept_nbytes = kept_nbytes
 
 local function same_tensors(a, b, label)
   if a.nbytes == 0 then return true end
-  -- Two views with the same strides are equal if all bytes between their first and last elements are equal. Otherwise
-  -- each element is compared.
+  -- Two views with the same strides are equal if all bytes from their first to their last element are equal. If these
+  -- bytes differ, each element is compared.
   if a.span and b.span and C.memcmp(a.tensor.stride, b.tensor.stride, ffi.sizeof(a.tensor.stride)) == 0
     and same_bytes(a, b, label, kept_nbytes(a), true) then return true end
   return same_bytes(a, b, label, a.nbytes, false)
 end
 
---- Returns whether two tensors of the same type and shape, or two plain values, are equal.
+--- Returns whether two nodes are equal. They are tensors of the same dtype and shape, or plain values.
 ---@param a ps.merge.Node
 ---@param b ps.merge.Node
 ---@param label string for errors
@@ -385,8 +388,8 @@ function tree.same(a, b, label)
   return v.integer == w.integer and (v.number == w.number or v.number ~= v.number and w.number ~= w.number)
 end
 
---- Writes a tensor's bytes with put(pointer, nbytes) to the file `path`. Bytes are in row-major order, or, for a view
---- that is written as a view (node.span), in the file's order.
+--- Writes a tensor's bytes with put(pointer, nbytes) to the file `path`. The bytes are in row-major order. If the
+--- tensor is a view that is written as a view (node.span), they are in the file's order.
 ---@param node ps.merge.Node
 ---@param label string
 ---@param path string

@@ -1,20 +1,30 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A checkpoint of several processes: a folder with a safetensors file of each rank and index.json. Every file's
--- metadata ("psluajit_shard") has the save, step and rank of the file, so that files of different checkpoints are never
--- mixed. The index has the place of each tensor, and all state that is not in tensors:
---   { "xxh3_64": of all that follows this value, "version": 3, "save": a number of this save alone,
---     "run": of its run, "step", "world_size", "mesh": { axis: ranks }, "files": [...],
---     "tensors": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in
---     the whole, "shape", "at": of its first element in the file's tensor, "xxh3_64": as in the file, of the file's
---     tensor } ] } },
---     "rng": [of each rank], "updates": { parameter: number of its updates }, "state": as in a single file, under
---     "psluajit" }
+-- Reads and writes a checkpoint of several processes. It is a folder with a safetensors file of each rank, and
+-- index.json. The metadata of each file ("psluajit_shard") has the save, the step and the rank of the file, so that
+-- files of different checkpoints are never mixed. The index has the place of each tensor, and all state that is not in
+-- tensors:
+--   "xxh3_64":    checksum of the text after this value
+--   "version":    3
+--   "save":       a number that only this save has
+--   "run":        the number of the run
+--   "step", "world_size"
+--   "mesh":       { axis: number of ranks }
+--   "files":      [...]
+--   "tensors":    { tensor: { "dtype", "shape": of the whole tensor, "pieces": [...] } }
+--                 A piece is { "file", "offset", "shape", "at", "xxh3_64" }. "offset" is the index of the piece's first
+--                 element in the whole tensor, and "at" is its index in the file's tensor. "xxh3_64" is the checksum of
+--                 the file's tensor, as in the file
+--   "rng":        [random numbers of each rank]
+--   "updates":    { parameter: number of its updates }
+--   "state":      the same state that a single file has under "psluajit"
 -- Each element of the whole tensor is in exactly one piece, and each element of the files' tensors is in a piece. A
--- rank's file has its pieces under the tensor's name. If they are not the whole tensor, the file's metadata has
--- "pieces": { tensor: { "shape": of the whole, "parts": [ { "offset", "shape", "at" } ] } }.
--- Versions 1 and 2 are also read. Version 2 has one piece of a tensor in a file, so pieces have no "at", and in the
--- file's metadata "pieces" is { tensor: { "offset", "shape": of the whole } }. It is written if nothing is cut. Version
--- 1 has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the file }, and no mesh.
+-- rank's file has its pieces under the tensor's name. If these pieces are not the whole tensor, the file's metadata has
+-- "pieces": { tensor: { "shape": of the whole tensor, "parts": [ { "offset", "shape", "at" } ] } }.
+--
+-- Versions 1 and 2 are also read. In version 2, a file has at most one piece of a tensor, so pieces have no "at". The
+-- "pieces" in the file's metadata are { tensor: { "offset", "shape": of the whole tensor } }. Version 2 is written if
+-- no tensor is cut. Version 1 has only whole tensors. It has "weight_map": { tensor: file } and "checksums": { tensor:
+-- checksum as in the file }, but no mesh.
 local native = require "ps.core.ffi"
 local json = require("cjson").new()
 local bit = require "bit"
@@ -39,7 +49,8 @@ local HEAD = "{\"xxh3_64\":\""
 ---@return string
 function rank_files.file_name(rank, size) return ("rank-%05d-of-%05d.safetensors"):format(rank, size) end
 
---- Assigns items to ranks, balanced by bytes. Ranks with the same items compute the same result.
+--- Assigns items to ranks so that the ranks have about equal numbers of bytes. Ranks with the same items compute the
+--- same result.
 ---@param nbytes table<string, integer>
 ---@param size integer
 ---@return table<string, integer> rank_of
@@ -59,8 +70,8 @@ function rank_files.deal(nbytes, size)
   return rank_of
 end
 
---- Returns the metadata of a rank's file. `about` is { save, step, rank, world_size, rng, updates, pieces }. Its field
---- `pieces` is { tensor = { shape, parts } } with the cut tensors, or nil if there are none.
+--- Returns the metadata of a rank's file. `about` is { save, step, rank, world_size, rng, updates, pieces }. The field
+--- `pieces` has the cut tensors as { tensor = { shape, parts } }, or is nil if no tensor is cut.
 ---@param about table
 ---@return table<string, string>
 function rank_files.metadata(about)
@@ -68,7 +79,7 @@ function rank_files.metadata(about)
   return { format = "pt", [KEY] = encode(about) }
 end
 
--- Raises an error for a file of a later version.
+-- Raises an error if the file has a version that is not known.
 local function check_version(path, version)
   if version == 1 or version == UNCUT or version == VERSION then return end
   error(("%s has version %s of checkpoints; this psluajit reads versions 1 to %d"):format(path, tostring(version),
@@ -83,8 +94,8 @@ local function about_of(file)
   return about
 end
 
---- Returns the names of the tensors of which a file, according to its metadata, contains only a piece. Returns nil if
---- the file is not a rank's file, or contains only whole tensors.
+--- Returns the names of the tensors of which a file contains only a piece, according to its metadata. Returns nil if
+--- the file is not a rank's file, or if it contains only whole tensors.
 ---@param metadata table<string, string>
 ---@return string[]?
 function rank_files.pieces_in(metadata)
@@ -95,8 +106,8 @@ function rank_files.pieces_in(metadata)
   return #names > 0 and names or nil
 end
 
--- Opens the file of rank `rank` in `folder` and checks that it belongs to this checkpoint. `wanted` is { save, step,
--- world_size }.
+-- Opens the file of rank `rank` in `folder`, and checks that it belongs to this checkpoint. `wanted` is { save, step,
+-- world_size } of the checkpoint.
 local function open_shard(folder, rank, wanted, options)
   local path = folder .. "/" .. rank_files.file_name(rank, wanted.world_size)
   local there, why, code = io.open(path, "rb")
@@ -140,11 +151,11 @@ local list_text, zeros = rectangles.text, rectangles.zeros
 
 local function file_of(piece) return piece.file end
 
--- Checks that pieces cover the whole tensor.
+-- Checks that the pieces of a tensor cover the whole tensor.
 local function check_pieces(name, entry) rectangles.check(name, entry.shape, entry.pieces, file_of) end
 
--- Returns the parts of a tensor that a file contains, as a list of { offset, shape, at }, and the shape of the whole
--- tensor.
+-- Returns the parts of a tensor that a file contains, as a list of { offset, shape, at }. Also returns the shape of the
+-- whole tensor.
 local function parts_of(file, tensor, of)
   local shape = file:shape(tensor)
   if not of then return { { offset = zeros(shape), shape = shape } }, shape end
@@ -180,7 +191,8 @@ local function add(index, file, about)
   end
 end
 
---- Writes the index of a folder that has all ranks' files. `expected` are names of tensors that the files must contain.
+--- Writes the index of a folder that has the files of all ranks. `expected` has the names of the tensors that the files
+--- must contain.
 ---@param folder string
 ---@param about {save: string, run: string, step: integer, world_size: integer, mesh: table<string, integer>}
 ---@param state_text string JSON
@@ -204,12 +216,12 @@ function rank_files.write_index(folder, about, state_text, expected)
 end
 
 -- -- reading --------------------------------------------------------------------------------------------------------
----@class ps.checkpoints.RankFiles: ps.Pieced all files of a folder, seen as one file
+---@class ps.checkpoints.RankFiles: ps.Pieced all files of a folder, with the interface of one file
 ---@field files ps.SafeTensors[] open files by rank, from 1
 local RankFiles = setmetatable({}, { __index = Pieced })
 RankFiles.__index = RankFiles
 
---- Returns the tensors that are in several pieces, for ps.merge to assemble.
+--- Returns the tensors that consist of several pieces, so that ps.merge can assemble them.
 ---@return table<string, {dtype: string, shape: integer[], pieces: {path: string, offset: integer[], shape: integer[],
 ---  at?: integer[]}[]}>
 function RankFiles:divided()
@@ -247,7 +259,7 @@ function rank_files.index(folder)
   return index
 end
 
--- Returns the tensors of a version 1 index in the form of version 2. Reads shapes and types from the files.
+-- Returns the tensors of a version 1 index in the form of version 2. Reads their shapes and dtypes from the files.
 local function of_version_1(index, files)
   local tensors = {}
   for tensor, name in pairs(index.weight_map) do
@@ -282,7 +294,8 @@ local function check_pieces_of(self, file, tensor, pieces)
   rectangles.check(tensor, shape, places, function() return file.path end)
 end
 
--- Checks that every piece in the index is in its file with the same checksum, and that no file contains other tensors.
+-- Checks that every piece in the index is in its file and has the same checksum there. Also checks that no file
+-- contains other tensors.
 local function check_tensors(self, index)
   local files, pieces = {}, {}
   for _, file in ipairs(self.files) do files[file.path:match("[^/]+$")] = file end

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The reading half of ps.checkpoints: opens a checkpoint of either form, compares checksums (each rank a share of
--- them), falls back to an earlier checkpoint if one is damaged, and loads the state into the parts.
+-- The part of ps.checkpoints that reads: opens a checkpoint of either form, compares checksums, and loads the state
+-- into the given parts. Each rank compares a share of the checksums. If a checkpoint is damaged, an earlier one is
+-- used.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local dist = require "ps.dist"
@@ -21,7 +22,7 @@ local scope = require "ps.core.scope"
 local restore = {}
 
 local PREFIX = "optimizer."
--- prefix of the names of the script's own tensors; no parameter has such a name
+-- Prefix of the names of tensors that belong to the script itself. No parameter has such a name.
 local SCRIPT = "script:"
 restore.SCRIPT = SCRIPT
 
@@ -31,9 +32,10 @@ restore.SCRIPT = SCRIPT
 ---@field tensors ps.SafeTensors|ps.checkpoints.RankFiles
 ---@field state table
 ---@field run? string
----@field rng table[] random numbers of each rank that saved
+---@field rng table[] random numbers of each rank that saved the checkpoint
 ---@field mesh? table<string, integer> number of ranks along each axis, if a folder's index has it
----@field elsewhere? fun(name: string): boolean? returns whether the base model's folder contains a value; set by check
+---@field elsewhere? fun(name: string): boolean? returns whether the base model's folder contains a value. The function
+--- `check` sets it
 
 local function open_file(path, options)
   local file = safetensors.open(path, options)
@@ -65,7 +67,8 @@ local function open_at(path, options)
   return (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
 end
 
--- Returns the run of a checkpoint. Returns "" if it has none (an older version), and nil if it cannot be read.
+-- Returns the run of a checkpoint. Returns "" if an older version saved it without a run. Returns nil if the checkpoint
+-- cannot be read.
 local function run_of(path)
   local ok, holder = pcall(function()
     if lfs.attributes(path, "mode") == "directory" then return rank_files.index(path) end
@@ -77,7 +80,7 @@ local function run_of(path)
   if caller.is_interrupt(holder) then error(holder, 0) end
 end
 
--- Compares this rank's share of the tensors with the checksums of these tensors.
+-- Compares this rank's share of the tensors with their checksums.
 local function verify(opened, group)
   local rank, size = group and group:rank() or 0, group and group:size() or 1
   local tensors, nbytes = opened.tensors, {}
@@ -91,9 +94,9 @@ local function verify(opened, group)
   end
 end
 
--- Opens one checkpoint and compares its checksums, on all ranks. Returns the checkpoint, or nil and the problem. If one
--- rank has a problem, all ranks get it. Lack of memory and Ctrl-C are raised as errors, since they do not mean that the
--- checkpoint is damaged. `run` is the run that the checkpoint must have, if given.
+-- Opens one checkpoint and compares its checksums, on all ranks. Returns the checkpoint, or nil and the problem. A
+-- problem of one rank is returned on all ranks. Lack of memory and Ctrl-C are raised as errors, because they do not
+-- mean that the checkpoint is damaged. If `run` is given, the checkpoint must belong to this run.
 local function open(path, group, options, run)
   local opened, undamaged
   local ok, problem = pcall(agree.run, group, function()
@@ -115,12 +118,12 @@ local function open(path, group, options, run)
   return nil, problem
 end
 
---- Returns the checkpoints at a path in the order in which they are tried: the path itself, or the checkpoints in the
---- folder.
+--- Returns the checkpoints at a path, in the order in which they are tried. They are the path itself, or the
+--- checkpoints in the folder.
 ---@param path string
 ---@return string[] paths
 ---@return string? problem
----@return string? run of the newest checkpoint, if it is known without opening it
+---@return string? run of the newest checkpoint, or nil if the checkpoint must be opened to find it
 function restore.candidates(path)
   path = path:gsub("(.)/+$", "%1")
   local name = path:match("[^/]*$")
@@ -130,9 +133,9 @@ function restore.candidates(path)
   return names, problem, run
 end
 
--- Returns rank 0's list of candidates on all ranks, and the run of the first candidate, to which all must belong. The
--- run is unknown only if the first candidate cannot be read and `latest` was written by hand or by an older version, or
--- is damaged.
+-- Returns rank 0's list of candidates on all ranks, and the run of the first candidate. All used candidates must belong
+-- to this run. The run is unknown only in one case: the first candidate cannot be read, and `latest` is damaged or was
+-- written by hand or by an older version.
 local function agreed_candidates(path, group)
   local problem
   local text = agree.first(group, function()
@@ -152,8 +155,8 @@ local function say(text)
   if dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
 end
 
---- Returns the reason why a path has no candidates, as text. One reason is that a folder with checkpoints lacks the
---- file `latest`.
+--- Returns the reason why a path has no candidates, as text. For example, a folder may have checkpoints but no file
+--- `latest`.
 ---@param path string
 ---@return string
 function restore.why_none(path)
@@ -168,7 +171,7 @@ function restore.why_none(path)
     there[1], #there > 1 and (" and %d more"):format(#there - 1) or "", path)
 end
 
--- Returns the first checkpoint that can be used, and the skipped checkpoints with the reasons.
+-- Returns the first checkpoint that can be used. Also returns the checkpoints that were skipped, with the reasons.
 local function open_first(path, parts, group)
   local names, problem, run = agreed_candidates(path, group)
   if #names == 0 then error(restore.why_none(path), 0) end
@@ -193,8 +196,8 @@ local function open_first(path, parts, group)
 end
 
 -- -- loading ----------------------------------------------------------------------------------------------------------
--- Returns the optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. If the file
--- has no masters because an engine wrote it, the masters are read from the model's tensors.
+-- Returns the optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. A file that
+-- an engine wrote has no masters, so the masters are read from the model's tensors.
 local function optimizer_tensors(file)
   local view = { whole = true }
   function view.has(_, name) return file:has(PREFIX .. name) end
@@ -208,9 +211,9 @@ local function optimizer_tensors(file)
   end })
 end
 
--- Reads the values at which a schedule-free optimizer evaluates the model. The file contains the values of training,
--- and `text` describes how to move them (ps.optim.average).
--- `read` fills a tensor of the same shape with a tensor of the file.
+-- Reads the values at which a schedule-free optimizer evaluates the model. The file contains the values for training.
+-- `text` describes how to move them (ps.optim.average). `read` fills a tensor with a tensor of the file that has the
+-- same shape.
 local function read_average(file, name, text, tensor, read)
   local state, weight = text:match "^(%S+) (%S+)$"
   local toward = PREFIX .. name .. "." .. state
@@ -226,9 +229,10 @@ local function read_average(file, name, text, tensor, read)
   end)
 end
 
--- Returns the model's tensors of a file, with the methods that Module:load_state_dict calls. An engine's parameters
--- have masters from the beginning, so for an engine, a master in the file is read instead of the rounded parameter.
--- averages: if the model is loaded without its optimizer, how to compute the averages of parameters, by name.
+-- Returns the model's tensors of a file, with the methods that Module:load_state_dict calls. The parameters of an
+-- engine have masters from the beginning. For an engine, a master in the file is therefore read instead of the rounded
+-- parameter. `averages` is set if the model is loaded without its optimizer. It describes, by parameter name, how to
+-- compute the averages.
 local function model_view(file, for_engine, averages)
   local function source(name)
     local master = PREFIX .. name .. ".master"
@@ -275,8 +279,8 @@ function restore.mesh_sizes()
   return sizes
 end
 
--- Returns whether the checkpoint was saved by the same number of ranks, cut along the same axes. A checkpoint without a
--- mesh has ranks only along dp.
+-- Returns whether the checkpoint was saved by the same number of ranks, cut along the same axes. If a checkpoint has no
+-- mesh, its ranks were only along dp.
 local function same_mesh(opened, group)
   local sizes = restore.mesh_sizes()
   local was = opened.mesh or { dp = #opened.rng, pp = 1, tp = 1 }
@@ -284,8 +288,8 @@ local function same_mesh(opened, group)
   return #opened.rng == (group and group:size() or 1)
 end
 
--- Returns the random numbers with which this rank continues. If the mesh equals the mesh of the ranks that saved, each
--- rank gets the random numbers that it saved. Otherwise all ranks get those of rank 0.
+-- Returns the random numbers with which this rank continues. If the mesh is the same as when the checkpoint was saved,
+-- each rank gets the random numbers that it saved. Otherwise all ranks get those of rank 0.
 local function own_rng(opened, group)
   local all = opened.rng
   if same_mesh(opened, group) then return all[(group and group:rank() or 0) + 1] end
@@ -301,9 +305,9 @@ local function own_rng(opened, group)
   return all[1]
 end
 
--- Returns a function that tells whether the base model's folder contains a value, or nil if the checkpoint contains all
--- values. A checkpoint of a model with adapters (ps.lora) may contain only the trained values. The other values are in
--- a folder, from which the model must have been loaded.
+-- Returns a function that tells whether the base model's folder contains a value. Returns nil if the checkpoint
+-- contains all values. A checkpoint of a model with adapters (ps.lora) may contain only the trained values. The other
+-- values are in a folder, and the model must have been loaded from this folder.
 local function of_base(opened, model)
   local saved = opened.state.base
   if not saved then return nil end
@@ -322,7 +326,7 @@ end
 
 local function check(opened, parts, with)
   local state = opened.state
-  -- saved without a loss scale, so the scale keeps its initial value
+  -- The checkpoint was saved without a loss scale. The engine's loss scale keeps its initial value.
   if not parts.scaler and not state.scaler then with.scaler = nil end
   for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
     if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(opened.path, part), 0) end
@@ -347,7 +351,7 @@ local function apply(opened, parts, with, group)
   if with.optimizer then
     with.optimizer:load_state_dict({ tensors = optimizer_tensors(tensors), values = state.optimizer }, parts.model)
   end
-  -- The schedule is loaded after the optimizer, since it sets the optimizer's learning rate.
+  -- The schedule is loaded after the optimizer, because it sets the optimizer's learning rate.
   if with.sched then with.sched:load_state_dict(state.sched) end
   local averages = not with.optimizer and state.optimizer and state.optimizer.averages or nil
   parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil, averages),
@@ -364,8 +368,8 @@ function restore.source_of(model)
   return source and resolved(source)
 end
 
--- Prints a note if the script loaded another model than the run that saved the checkpoint. This is not an error: all
--- weights are the checkpoint's, and the same model may have been moved.
+-- Prints a note if the script loaded another model than the run that saved the checkpoint. This is not an error,
+-- because all weights come from the checkpoint, and the same model may have been moved.
 local function say_source(opened, model)
   local was, is = opened.state.source, restore.source_of(model)
   if not (was and is) or was == is then return end
@@ -373,10 +377,11 @@ local function say_source(opened, model)
     .. "weights are those of the checkpoint"):format(opened.path, was, is))
 end
 
--- State that a continued run needs, and the effect if a script does not load it.
+-- State that a continued run needs, and the effect of a script that does not load it.
 local LEFT_OUT = { { "sched", "learning rates continue without it" }, { "loader", "its batches begin anew" } }
 
--- Prints a note for each part whose state the checkpoint has, but which a script that continues training did not pass.
+-- Prints a note for each part whose state is in the checkpoint, if a script continues training but did not pass the
+-- part.
 local function say_left_out(opened, parts, with)
   if not parts.optimizer then return end
   for _, part in ipairs(LEFT_OUT) do
@@ -388,8 +393,8 @@ local function say_left_out(opened, parts, with)
   end
 end
 
---- Returns the information of checkpoint.info. Skips checkpoints that cannot be opened, as restore.load does, but
---- without a message.
+--- Returns the result of checkpoint.info. Skips checkpoints that cannot be opened, like restore.load, but prints no
+--- message.
 ---@param path string
 ---@return {step: integer, extra?: table, file: string}
 function restore.info(path)
@@ -406,11 +411,12 @@ function restore.info(path)
   error(problem or restore.why_none(path), 0)
 end
 
--- The optimizers that were loaded: the checkpoint's step, and the number of updates then.
+-- By optimizer into which a checkpoint was loaded: the checkpoint's step, and the optimizer's number of updates at that
+-- time.
 local loaded = setmetatable({}, { __mode = "k" })
 
---- Returns the step of the checkpoint that was loaded into an optimizer, at the first call after the load. Returns nil
---- if the optimizer made further updates in between, since the number of steps is unknown then.
+--- Returns the step of the checkpoint that was loaded into an optimizer. Only the first call after the load returns it.
+--- Returns nil if the optimizer has made further updates since the load, because the number of steps is then unknown.
 ---@param optimizer ps.Optimizer|ps.EngineOptimizer
 ---@return integer?
 function restore.continued(optimizer)
@@ -419,7 +425,7 @@ function restore.continued(optimizer)
   return from and from.updates == optimizer.steps and from.step or nil
 end
 
---- Loads a checkpoint, as checkpoint.load does. `with` has the parts to restore in addition to the model.
+--- Loads a checkpoint, like checkpoint.load. `with` has the parts to restore in addition to the model.
 ---@param path string
 ---@param parts ps.CheckpointParts
 ---@param with table
