@@ -48,12 +48,12 @@ local C = native.C
 ---@field module ps.nn.Module
 ---@field optimizer ps.EngineOptimizer
 ---@field cfg ps.Config
----@field accumulate integer micro-batches per step
+---@field accumulate integer number of micro-batches per step
 ---@field built ps.engine.Built
 ---@field steps integer number of optimizer:step() calls that ended a step, including skipped updates
 ---@field micro integer number of the step's micro-batches whose backward has run (engine/step/state.lua)
 ---@field torn false|{model: boolean, optimizer: boolean, text: string} set when an update failed in the middle. `model`
---- and `optimizer` say whether they hold values of two steps. `text` is the error that using them raises
+--- and `optimizer` say whether they hold values of two steps. `text` is the error that is raised if they are used
 ---@field plain boolean true if parameters are in plain memory (engine/state/plain.lua) instead of chunks
 ---@field driver ps.engine.Driver performs the actions of the engine's steps (engine/step/table.lua)
 ---@field plan ps.engine.PlanState the plans (engine/plan/)
@@ -233,9 +233,9 @@ end
 
 --- Loads values into the model by name. Half parameters are loaded into their masters, too. Abandons the current step.
 --- If ranks share the state, each rank loads the tensors that it owns. A state without the tensors of other ranks
---- counts as this rank's own state (state_dict). It need not contain the other ranks' tensors, and rank 0 sends the
---- buffers that it lacks. Only one tensor at a time is in memory, whatever the budgets. All ranks must call this
---- function. An error on one rank is raised on all ranks.
+--- counts as this rank's own state (state_dict). Such a state need not contain the other ranks' tensors, and rank 0
+--- sends the buffers that the state lacks. Only one tensor at a time is in memory, whatever the budgets. All ranks must
+--- call this function. An error on one rank is raised on all ranks.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}

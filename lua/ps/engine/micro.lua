@@ -54,8 +54,8 @@ local function drawn(loader, number, count)
   return given
 end
 
--- Returns the number of micro-batches for a batch of `rows` rows. It is equal on all ranks. If the configuration sets
--- no number, a micro-batch has train_micro_batch_size_per_gpu rows, or one row if this setting is absent, too.
+-- Returns the number of micro-batches for a batch of `rows` rows. All ranks get the same number. If the configuration
+-- sets no number, a micro-batch has train_micro_batch_size_per_gpu rows, or one row if this setting is absent, too.
 local function count_of(engine, rows, trains)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu

@@ -318,8 +318,8 @@ local function cutter(engine)
   return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
--- Returns the same counts as `count` for the parameters of a cut model on this rank. Stores the cut into stages that it
--- computes in `pipeline`. All ranks must call it.
+-- Returns the same counts as `count` for the parameters of a cut model on this rank. If the model is cut
+-- into stages, computes this cut and stores it in `pipeline`. All ranks must call it.
 local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local module, made
@@ -411,7 +411,7 @@ function setup.open_engine(engine, step, pipeline)
   end
   local group = mesh.group "world"
   local weighs = engine.device ~= engine.host and (group ~= nil or engine.lookups or hybrid.wanted(engine))
-  local adam_rates = weighs and rates.of(engine)     -- measure before the budgets are in use
+  local adam_rates = weighs and rates.of(engine)     -- measured before the budgets are in use
   scope.collect_all()                                -- garbage must not count towards the budgets
   native.check(C.ps_engine_open(native.ctx, step, c, memory.disk and memory.disk.path or nil))
   open = engine

@@ -246,8 +246,8 @@ end
 
 local STATE_ALIGN = 256                 -- in bytes; the offset of a packed state is a multiple of it
 
--- Creates a row's chunks of optimizer states. A packed state follows the previous packed state. Any other state has the
--- offset of its parameter. `shapes` are the parameters' shapes, by index in the layout.
+-- Creates a row's chunks of optimizer states. A packed state (is_packed) follows the previous packed state. Any other
+-- state has the offset of its parameter. `shapes` are the parameters' shapes, by index in the layout.
 local function state_chunks(row, group, ids, shapes)
   ids.state_offset, ids.state_numel = {}, {}
   for _, state in ipairs(group.states) do

@@ -72,7 +72,7 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field vstage integer
 ---@field stays? boolean value of `stays` in its entries
 ---@field states? ps.optimizers.State[] the states of its entries
----@field bytes number largest number of bytes per element of an entry of the group, or 0 if it is unknown
+---@field bytes number largest number of bytes per element among its entries, or 0 if it is unknown
 ---@field chunks integer number of chunks
 ---@field numel integer number of elements of its chunks
 ---@field used integer number of elements of its tensors
@@ -276,9 +276,9 @@ local function judge(entries, size, options)
   return row
 end
 
--- Returns the repeated blocks of a model. Each block is a list of its entries' numbers of elements. A block is a run of
--- entries whose names are equal up to the first number ("h.0.", "h.1.", ...). If several blocks have the same total,
--- only the first one is returned.
+-- Returns the repeated blocks of a model. A block is returned as the list of its entries' sizes in elements. It is a
+-- run of entries whose names are equal up to the first number ("h.0.", "h.1.", ...). If several blocks have the same
+-- total, only the first one is returned.
 local function blocks_of(entries)
   local blocks, last, seen = {}, nil, {}
   for _, entry in ipairs(entries) do

@@ -107,7 +107,8 @@ local function least_set(engine, options)
   return most, name
 end
 
--- Returns the size in bytes of an fp32 chunk with `numel` elements, of the kind whose data begin at the largest offset.
+-- Returns the largest size in bytes of an fp32 chunk with `numel` elements. The data of some kinds begin at an offset
+-- in the chunk, and the size includes the largest offset.
 local function chunk_bytes(numel) return 4 * numel + kinds.most_extra(numel) end
 
 -- Returns the number of elements of the largest chunk that holds several tensors.
@@ -152,8 +153,8 @@ local ROOM = { OP_CHUNKS = true, OP_BESIDE_RESIDENTS = true, RESIDENTS = true, H
 function finer.share(engine, problem)
   local sub = type(problem) == "table" and problem.sub
   if not ROOM[sub] then return nil end
-  -- HOMELESS: the last tier lacks room. Part of the room that the plan needs there is room for two of the largest
-  -- chunks. Smaller chunks reduce only this part (src/chunk/resident.c).
+  -- HOMELESS: the last tier lacks room. In addition to other needs, the plan needs room there for two of the largest
+  -- chunks. Smaller chunks reduce only this need (src/chunk/resident.c).
   if sub == "HOMELESS" and problem.lacking > 2 * chunk_bytes(largest_shared(engine)) then return nil end
   if engine.cfg.chunk_size then
     problem.msg = problem.msg .. "; a smaller chunk_size may also help"

@@ -9,8 +9,8 @@ local split = {}
 local UNIT = pack.UNIT
 local AT_MOST = 0.75  -- largest ratio of the next size to the present size, so that few tries reach any size
 
---- Returns the next chunk size to try: the size of the largest chunk that can be split, times `share`, but at most
---- times AT_MOST. Returns nil if no chunk can be split.
+--- Returns the next chunk size to try. It is a fraction of the size of the largest chunk that can be split. The
+--- fraction is the smaller one of `share` and AT_MOST. Returns nil if no chunk can be split.
 ---@param made ps.layout.Layout
 ---@param share number the fraction of an op's chunks for which there is room
 ---@return integer?

@@ -4,10 +4,10 @@
 -- of its dropouts, and the tensors that it passes to the next part. Nothing is computed, so models of any size can be
 -- counted, with or without data.
 --
--- As in ps_op_cost, the multiplications and additions of products and of attention count. Backward has the two halves
+-- As in ps_op_cost, the multiplications and additions of products and of attention are counted. Backward has the halves
 -- that schedules use: INPUT computes the gradients of a part's inputs, and WEIGHT the gradients of its parameters. For
 -- each input that requires a gradient, a product costs as much in backward as in forward. The backward of attention
--- costs 2.5 times as much as its forward, because it computes the scores again.
+-- costs 2.5 times as much as its forward, because backward computes the scores again.
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"

@@ -222,9 +222,9 @@ local function check_overlaps(self, names_of, uses)
   end
 end
 
--- Returns the virtual stages that use each parameter and buffer, by name. A virtual stage uses a tensor in two cases:
--- one of its parts declares the tensor, or read it when the parts were counted. A head therefore need not declare a
--- tied embedding.
+-- Returns the virtual stages that use each parameter and buffer, by name. A virtual stage uses a tensor if one
+-- of its parts declares the tensor. It also uses a tensor that one of its parts read when the parts were counted. A
+-- head therefore need not declare a tied embedding.
 local function users(self, module)
   local of, names_of, uses, counted = {}, declared(self, module), {}, true
   for i = 1, #self.parts do
@@ -296,8 +296,7 @@ function stages.new(module, costs, first, pipeline)
 end
 
 --- Creates the stages of a model whose own forward runs the stages, such as a model of ps.bmt. Each rank has one
---- virtual
---- stage.
+--- virtual stage.
 ---@param module ps.nn.Module
 ---@param stage_of fun(tensor: ps.Tensor): integer? returns the stage, from 0, of a parameter or buffer, or nil if all
 --- stages have it

@@ -32,8 +32,9 @@ end
 
 local left_out = ffi.new("int64_t[1]")
 
--- Collects tensors that earlier steps left as garbage. Small tensors live until Lua's collector runs, and the plan
--- itself counts only the tensors of its own step. Adds the tensors that survive the collection to the plan.
+-- Collects tensors that earlier steps left as garbage, and adds the tensors that survive the collection to the plan.
+-- The reason is that small tensors live until Lua's collector runs, but the plan itself counts only tensors of its own
+-- step.
 local function leave_nothing(id)
   if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
   scope.collect_tensors()

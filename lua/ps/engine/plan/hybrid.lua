@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Decides where updates run (hybrid Adam). If the optimizer state of a unit fits into the device's margin, it stays on
--- the device, and the device updates the unit. Any other unit is updated in one of two ways:
+-- Decides where updates run (hybrid Adam). The device's margin is its memory for optimizer state. If the state of a
+-- unit fits into the margin, it stays on the device, and the device updates the unit. Any other unit is updated in one
+-- of two ways:
 --   on the host     its gradient is copied to the host, the host updates it, and its parameters are copied back
 --   on the device   its state is fetched to the device for the update and evicted again
 --
@@ -175,8 +176,8 @@ local function better(a, b)
   return a.seconds <= b.seconds and a.moved < b.moved
 end
 
--- Returns the split that fits with the fewest updates on the device. It is needed if the last tier cannot hold all
--- state, so that some state must live on the device. Raises the plan's error if no split fits.
+-- Returns the split with the fewest updates on the device among the splits that fit. It is needed if the last tier
+-- cannot hold all state, so that some state must live on the device. Raises the plan's error if no split fits.
 local function least(engine, units, numel, most, try, problem)
   if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
   local bytes, share = 0, 0

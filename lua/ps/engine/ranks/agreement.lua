@@ -26,7 +26,7 @@ local data_parallel = {}
 ---@class ps.engine.Ranks
 ---@field world ps.Group all ranks; used for agreements and failures
 ---@field dp ps.Group the ranks that train the same parameters (ps/dist/mesh.lua). Their gradients and losses are
---- summed. If all other ranks have other layers, it has only this rank
+--- summed. The group has only this rank if all other ranks have other layers
 ---@field tp? ps.Group the ranks that share the same layers
 ---@field noted string[] if `tp` is set: hashes of the micro-batches and weights of the losses since the last step began
 ---@field shards ps.engine.Sharding
@@ -192,7 +192,7 @@ end
 local PLANNED = { "tp", "dp" }                     -- axes along which a dry run records the calls of a step
 
 -- The fields of a rank's record before a step:
---   failed     1 if the begin of the step failed
+--   failed     1 if the step could not begin
 --   gathers    the number of gathers that run ahead
 --   short      1 if there was no room, but smaller chunks may make room
 --   share      the size that smaller chunks may have, as a fraction of the present size
@@ -437,7 +437,7 @@ end
 
 --- Returns the sums of numbers over the ranks that have other rows of the batch.
 ---@param ... number
----@return number ... the same count of sums
+---@return number ... one sum for each argument
 function Ranks:sum(...)
   local t = create.tensor({ ... }, { dtype = "fp64" })
   self.dp:all_reduce(t)

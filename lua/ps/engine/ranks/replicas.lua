@@ -154,7 +154,7 @@ function replicas.differ(group, engine, rank)
 end
 
 -- -- every few steps -------------------------------------------------------------------------------------------------
---- the contents of settings(), named in errors
+--- a name for the contents of settings(), for errors
 replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
 
 --- Returns, as text, the values that decide the next steps and must be equal on all ranks. The seed is not included,
@@ -181,7 +181,7 @@ local function random_text()
 end
 
 -- Returns a {name, hash} pair for each compared state, in the same order on all ranks of the axis. The first pair is
--- the pair of the random numbers. If ranks share a state along dp, it has only one copy and is not compared. Along tp,
+-- for the random numbers. If ranks share a state along dp, it has only one copy and is not compared. Along tp,
 -- each rank has a copy of the parameters that are not cut.
 local function hashes(engine, axis)
   local list = { { "random numbers", agree.text_hash(random_text()) },

@@ -34,7 +34,8 @@ function zero.new(group, stage, stays, once)
   return self
 end
 
---- These functions return whether the optimizer state, the gradients and the parameters have only one owner.
+--- These functions return whether ranks share the optimizer state, the gradients and the parameters. Shared bytes have
+--- only one owner.
 function Sharding:state() return self.stage >= 1 end
 function Sharding:gradients() return self.stage >= 2 end
 function Sharding:parameters() return self.stage >= 3 end
@@ -71,8 +72,8 @@ function Sharding:tensor(like, dtype, device, part, offset, name)
   return native.own(tensor_out[0])
 end
 
---- Returns a tensor, seen from a device, over the bytes of another tensor that this rank owns. Returns nil if another
---- rank owns the bytes.
+--- Returns a tensor over this rank's own bytes of `tensor`, as seen from a device. Returns nil if another rank owns the
+--- bytes.
 ---@return ps.Tensor?
 function Sharding:own(tensor, device)
   native.retry(C.ps_engine_own, native.ctx, tensor, device, tensor_out)

@@ -41,7 +41,7 @@ function adopt.settings(optimizer)
   return said
 end
 
---- Returns the optimizer's groups as param_groups of an engine, which identifies parameters by name.
+--- Returns the optimizer's groups as param_groups of an engine. An engine identifies parameters by name.
 ---@param optimizer ps.Optimizer
 ---@param module ps.nn.Module
 ---@return table[] param_groups has also a field `adopted`: a function that returns whether the optimizer has a

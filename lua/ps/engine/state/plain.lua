@@ -80,7 +80,7 @@ end
 PlainOptimizer.drop_own = PlainOptimizer.drop
 function PlainOptimizer:loaded() self.inner.steps = self.steps end
 
--- optim/state.lua calls the functions up to set_updates.
+-- optim/state.lua calls the following functions, up to set_updates.
 function PlainOptimizer:count() return #self.engine.built.list end
 function PlainOptimizer:order(i) return i end -- luacheck: no self
 function PlainOptimizer:slot(i)

@@ -16,8 +16,8 @@ local weigh = require "ps.engine.step.weigh"
 
 local step = {}
 
---- Returns the weight of a loss (weigh.loss), which depends on its targets. If the model has count_targets, this
---- function counts the targets. Otherwise they come from the ops of the loss (core/loss_weight.lua), or else from the
+--- Returns the weight of a loss (weigh.loss), which depends on its targets. If the model has count_targets,
+--- count_targets counts them. Otherwise they come from the ops of the loss (core/loss_weight.lua), or else from the
 --- last batch. In a pipeline, the last stage has sent the weight to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor

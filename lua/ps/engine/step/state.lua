@@ -47,8 +47,8 @@ local state = {}
 ---@field half_restored boolean true if the value of a parameter could not be restored. zero_grad then tries again
 ---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} set when an
 ---  update failed in the middle. `model` and `optimizer` say which of them hold values of two steps. `text` is the
----  error that using them raises, and `given_up` is this error after the step was abandoned. `again` says whether
----  another optimizer:step() can finish the update
+---  error that is raised if they are used, and `given_up` is this error after the step was abandoned. `again` says
+---  whether another optimizer:step() can finish the update
 
 ---@type table<ps.Engine, ps.engine.StepState>
 local states = setmetatable({}, { __mode = "k" })
@@ -121,8 +121,8 @@ end
 ---@return boolean
 function state.is_open(engine) return states[engine].is.open == 1 end
 
---- Returns whether all forwards of the current step ran in evaluation mode and it has had no backward. In this case,
---- the step ends without a trace unless the next call is a backward.
+--- Returns whether all forwards of the current step ran in evaluation mode and the step has had no backward. In this
+--- case, the step ends without a trace unless the next call is a backward.
 ---@param engine ps.Engine
 ---@return boolean
 function state.evaluates(engine) return states[engine].evaluates end

@@ -69,8 +69,8 @@ end
 ---@return number
 function step.unscale(engine) return engine.optimizer:grad_scale() end
 
---- Checks the time of a call that needs the gradients of a whole step. Raises an error if the step's last backward has
---- not run yet, or if optimizer:step() has begun.
+--- Checks that a call can use the gradients of a whole step. Raises an error if the step's last backward has not run
+--- yet, or if optimizer:step() has begun.
 ---@param engine ps.Engine
 ---@param call string name of the call in messages
 function step.check_gradients(engine, call)
