@@ -258,7 +258,7 @@ end
 -- -- where the ranks meet ---------------------------------------------------------------------------------------------
 
 -- Returns the process that started all ranks of this node. It is the nearest ancestor that belongs to MPI or Slurm,
--- even if there are shells between it and this process. If there is none, it is the parent.
+-- even if there are shells between it and this process. If there is no such ancestor, it is the parent.
 local function starter()
   local parent = require("posix.unistd").getppid()
   local pid = parent

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Methods of ps.Group that are ops. Each of them returns a new tensor with a gradient (src/tensor_parallel/).
--- dist/init.lua adds them to the class. copy_to, reduce_from, scatter_to and gather_from have Megatron's names.
+-- dist/init.lua adds them to the class. copy_to, reduce_from, scatter_to and gather_from have Megatron's names. In
+-- shapes, `size` is the number of ranks.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local arguments = require "ps.dist.arguments"

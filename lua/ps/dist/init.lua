@@ -329,8 +329,8 @@ function dist.world_size() return mesh.env() and mesh.env().world_size or 1 end
 ---@return integer
 function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
---- Prints values on only one rank, like print. By default this is rank 0. Another rank is chosen by a table { rank = n
---- } after the values, or by the second of two arguments if it is a number: print_rank(text, 1).
+--- Prints values on only one rank, like print. By default this is rank 0. A table { rank = n } after the values chooses
+--- another rank. So does the second of two arguments, if it is a number: print_rank(text, 1).
 ---@param ... any the values, and the rank
 function dist.print_rank(...)
   local given, rank = { n = select("#", ...), ... }, nil

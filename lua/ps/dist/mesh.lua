@@ -14,7 +14,7 @@ local error = caller.error
 
 local mesh = {}
 
-mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: most pieces into which rows are divided to be sent while products run
+mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: largest number of pieces in which rows are sent while products run
 local PIECES = 4                -- number of pieces for tp_overlap_comm = true
 
 --- Returns the number of pieces that tensor_parallel.tp_overlap_comm selects.

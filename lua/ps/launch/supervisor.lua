@@ -6,10 +6,9 @@
 --   kill -9.
 -- * A rank's output is read to its end before its failure is reported.
 -- * The error that ends a rank of psluajit has a mark before each line (src/main.c). The launcher shows this error
--- once: in
---   the report of the rank that failed first, or after all ranks have ended. If ranks repeat another rank's error,
---   their errors are not shown. If a rank does not end, its error is shown after HELD_S.
--- * A rank may end because another rank failed, after the group's watch notified it. It may be reaped before the rank
+--   once: in the report of the rank that failed first, or after all ranks have ended. If ranks repeat another rank's
+--   error, their errors are not shown. If a rank does not end, its error is shown after HELD_S.
+-- * A rank may end because the group's watch notified it that another rank failed. It may be reaped before the rank
 -- that
 --   failed. The supervisor then waits for the end of the failed rank, and reports the failed rank instead.
 local bit = require "bit"
