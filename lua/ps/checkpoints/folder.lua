@@ -65,7 +65,7 @@ local function step_aside(path, name)
   if proper and not lfs.attributes(path .. "/" .. proper, "mode") then return tonumber(step) end
 end
 
--- Returns whether a crash left this file or folder.
+-- Returns whether a file or folder with this name was left by a crash.
 local function is_leftover(name)
   return name:match("^step%-%d+%.tmp%-") or name:match("^step%-%d+%.safetensors%.tmp%-") or name:match("^latest%.tmp%-")
 end

@@ -230,8 +230,8 @@ local function share(job, tensors, model)
 end
 
 -- -- a save ---------------------------------------------------------------------------------------------------------
--- Returns the job of a save, which says what files are written and who writes them. If `form` is "file", rank 0 writes
--- one file. If it is "shards", all ranks write into a folder.
+-- Returns the job of a save, which describes the files to write and the ranks that write them. If `form` is "file",
+-- rank 0 writes one file. If it is "shards", all ranks write into a folder.
 local function new_job(path, parts, base)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
@@ -420,7 +420,7 @@ end
 --- Writes a checkpoint. Earlier checkpoints are kept until the new one is complete. All ranks must call it. An error on
 --- one rank is raised on all ranks. With async = true, save returns when the state has been copied to host memory. The
 --- checkpoint is then complete some steps later, or after checkpoints.wait().
----@param path string a folder, or a .safetensors file. Only rank 0 writes a file
+---@param path string a folder, or the path of a .safetensors file. Only rank 0 writes such a file
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
 function checkpoint.save(path, parts)
@@ -451,8 +451,8 @@ function checkpoint.save(path, parts)
   return job.final
 end
 
---- Returns the path of the checkpoint at a path. This is the path itself, or the newest checkpoint of a folder. Returns
---- nil if the folder has no checkpoint.
+--- Returns the path of the checkpoint at a path. This is the path itself if it is a checkpoint, or else the
+--- newest checkpoint of the folder. Returns nil if the folder has no checkpoint.
 ---@param path string
 ---@return string?
 ---@return string? why the reason why there is no checkpoint

@@ -372,7 +372,7 @@ local function same_tensors(a, b, label)
   return same_bytes(a, b, label, a.nbytes, false)
 end
 
---- Returns whether two nodes are equal. They are tensors of the same dtype and shape, or plain values.
+--- Compares two tensors of the same dtype and shape, or two plain values. Returns whether they are equal.
 ---@param a ps.merge.Node
 ---@param b ps.merge.Node
 ---@param label string for errors

@@ -411,8 +411,8 @@ function restore.info(path)
   error(problem or restore.why_none(path), 0)
 end
 
--- By optimizer into which a checkpoint was loaded: the checkpoint's step, and the optimizer's number of updates at that
--- time.
+-- For each optimizer into which a checkpoint was loaded: the checkpoint's step, and the optimizer's number of updates
+-- at that time.
 local loaded = setmetatable({}, { __mode = "k" })
 
 --- Returns the step of the checkpoint that was loaded into an optimizer. Only the first call after the load returns it.
