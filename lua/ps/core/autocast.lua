@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autocast: runs products in a half type, and ops that need the range or precision of fp32 in fp32. The lists of ops
--- are those of PyTorch's autocast for CUDA. Parameters keep their type. core/ffi.lua calls `cast` with the inputs of
--- each op. Ops of backward are not cast: a gradient has the type of its tensor.
+-- ps.autocast: runs ops with mixed precision. Products run in a half type. Ops that need the range or precision of fp32
+-- run in fp32. The lists of ops are those of PyTorch's autocast for CUDA. Parameters keep their type. core/ffi.lua
+-- calls `cast` with the inputs of each op. The inputs of ops in backward are not cast, because a gradient has the type
+-- of its tensor.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
@@ -10,29 +11,30 @@ local error = caller.error
 
 local autocast = {}
 
--- The ops that run in the half type (HALF) or in fp32 (FULL). Any other op runs in the type of its inputs, or in the
--- widest of several.
+-- The ops that run in the half type (HALF) and the ops that run in fp32 (FULL). Any other op runs in the type of its
+-- inputs. If its inputs have several types, it runs in the widest type.
 local HALF = { "matmul", "linear", "mlp", "lm_loss", "parallel_lm_loss", "column_linear", "row_linear", "attention",
   "attention_packed", "conv", "conv_transpose" }
 local FULL = { "pow", "pow_scalar", "exp", "log", "log1p", "expm1", "rsqrt", "reciprocal", "sum", "cumsum", "softmax",
   "log_softmax", "cross_entropy", "layer_norm", "rms_norm", "channel_norm", "softplus" }
-local runs_in_half = {}  -- table from op code to true if the op runs in the half type, or false if it runs in fp32
+local runs_in_half = {}  -- table from op code to true (the op runs in the half type) or false (it runs in fp32)
 for _, name in ipairs(HALF) do runs_in_half[C["PS_OP_" .. name]] = true end
 for _, name in ipairs(FULL) do runs_in_half[C["PS_OP_" .. name]] = false end
 
 ---@class ps.Autocast a region
 ---@field dtype integer|false dtype of products, or false if nothing is cast
 ---@field casts table<boolean, table<integer, {version: integer, dtype: integer, tensor: ffi.cdata*, of: ffi.cdata*}>>
----  half copies of parameters by address, for gradients enabled (true) and disabled (false)
----@field closed? boolean
----@field again? boolean whether it belongs to a recomputed function
+---  copies of parameters in the half type, by the parameter's address. casts[true] has the copies made while gradients
+---  were enabled, and casts[false] the copies made while gradients were disabled.
+---@field closed? boolean whether the region has ended and released its copies
+---@field again? boolean whether the region belongs to the second run of a recomputed function
 
 ---@type ps.Autocast?
 local region
 
 local function new_region(dtype) return { dtype = dtype, casts = { [true] = {}, [false] = {} } } end
 
--- Releases the copies of parameters, except those that the tape still needs.
+-- Releases the region's references to its copies of parameters. The tape keeps the copies that it still needs.
 local function forget(self, with_gradient)
   for _, copy in pairs(self.casts[with_gradient]) do
     C.ps_tensor_release(copy.tensor)
@@ -48,8 +50,8 @@ local function close(self)
   forget(self, false)
 end
 
--- A walk frees the nodes that it passes, including those of the copies, so the next forward in the region needs new
--- copies.
+-- A backward walk frees the nodes that it passes, including the nodes of the copies. The next forward in the region
+-- therefore needs new copies.
 hooks.on("walked", function() if region and region.dtype then forget(region, true) end end)
 
 local attrs = ffi.new "ps_attrs_cast"
@@ -58,8 +60,8 @@ local from, to = ffi.new "ps_tensor *[1]", ffi.new "ps_tensor *[PS_MAX_OUT]"
 local TO_NBYTES = ffi.sizeof(to)
 local CAST = C.PS_OP_cast
 
--- Converts a tensor. Returns a pointer to a tensor that the caller owns. Collects garbage only if memory is short: the
--- inputs of the current op may have no other reference.
+-- Converts a tensor. Returns a pointer to a tensor that the caller owns. Collects garbage only if memory is short,
+-- because the inputs of the current op may have no other reference.
 local function converted(t, dtype)
   from[0], attrs.dtype = t, dtype
   ffi.fill(to, TO_NBYTES)
@@ -72,13 +74,13 @@ local function converted(t, dtype)
   return rc, to[0]
 end
 
--- Returns whether a region copies a tensor only once. This holds for a parameter that trains, unless an engine moves
--- its bytes.
+-- Returns whether a region keeps its copy of a tensor and reuses it. A region keeps the copies of parameters that
+-- train, unless an engine moves the parameter's memory.
 local function is_kept(t)
   return t.node == nil and t.managed == nil and t.flags % 2 == C.PS_T_REQUIRES_GRAD
 end
 
--- Returns a copy of a parameter, which the region owns.
+-- Returns a copy of a parameter in the given type. The region owns the copy.
 local function copy_of(t, dtype)
   local casts = region.casts[C.ps_grad_enabled(ctx) ~= 0]
   local at = tonumber(ffi.cast("uintptr_t", t))
@@ -141,9 +143,10 @@ local function cast(op, n, ins)
   return list
 end
 
--- Wraps linear and mlp, so that a residual keeps its type and is added to the product afterwards.
+-- Replacements of linear and mlp within a region. They add the residual to the product in a separate op, so that the
+-- residual keeps its type.
 local ops = native.ops
-local fused  -- the two functions for use outside regions; nil before the first region
+local fused  -- ops.linear and ops.mlp as they are outside of regions; nil before the first region
 local apart = {}
 function apart.linear(x, w, b, residual, out_in)
   local y = fused.linear(x, w, b, nil, out_in)
@@ -178,8 +181,8 @@ local TYPES = { bf16 = true, fp16 = true, fp32 = true }
 
 --- Runs fn(...) with mixed precision, like PyTorch's autocast on CUDA, but on every device. Products (F.linear, matmul,
 --- convolutions, attention) convert their inputs to `dtype`. Softmax, norms, losses, sums, exp, log and pow convert
---- half types to fp32. Other ops run in the type of their inputs. Parameters keep their type and are converted once per
---- region. Gradients have the type of their parameter. Call backward after the region.
+--- fp16 and bf16 inputs to fp32. Other ops run in the type of their inputs. Parameters keep their type, and each is
+--- converted once per region. Gradients have the type of their parameter. Call backward after the region.
 ---@param dtype "bf16"|"fp16"|"fp32" dtype of products; "fp32" turns conversions off, also within an outer region
 ---@param fn function
 ---@param ... any arguments of fn
@@ -200,8 +203,8 @@ end
 ---@return "bf16"|"fp16"|nil
 function autocast.dtype() return region and region.dtype and native.dtype_name[region.dtype] or nil end
 
---- Returns the tensors, converted from half types to fp32 if a region is active. For functions that consist of several
---- ops and that PyTorch runs in fp32.
+--- Returns its arguments. If a region is active, fp16 and bf16 tensors among them are converted to fp32. Functions that
+--- consist of several ops call this if PyTorch runs them in fp32.
 ---@param ... ps.Tensor|any
 ---@return any ...
 function autocast.full(...)
@@ -216,9 +219,10 @@ function autocast.full(...)
   return unpack(list, 1, n)
 end
 
--- Runs a recomputed function in a region with the settings of its first run, but with new copies: the walk may have
--- passed the nodes of other copies. `last` is the state that was requested last. Just before the first run's state is
--- restored, `last` is the state of the second run's caller.
+-- Runs a recomputed function in a region with the settings of its first run. The second run makes new copies, because
+-- the walk may have passed the nodes of the first run's copies. `last` is the state that state() returned last.
+-- scope.lua calls state() just before it restores the state of the first run, so `last` is then the state of the second
+-- run's caller.
 local segments, last = {}, nil
 autocast.segments = segments  -- kept alive here, because scope.carry_state refers to it weakly
 function segments:state()

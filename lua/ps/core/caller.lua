@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Raises a script's mistakes with the script's position instead of a position in psluajit's own files. Modules call
--- caller.error (as `error`) and check arguments with the functions below. Errors that Lua itself raises in these files
--- (an index of nil, a conversion) pass the program's handler, which calls caller.at. Tracebacks pass caller.trace,
--- which keeps only the script's frames. Only this file finds the script's position.
+-- Raises errors about mistakes in a script with a position in the script, not a position in psluajit's own files.
+-- Modules call caller.error (as `error`) and check arguments with the functions below. Lua itself may also raise an
+-- error in one of psluajit's files, such as an index of nil or a failed conversion. The program's handler gets these
+-- errors and calls caller.at. Tracebacks pass through caller.trace, which keeps only the script's frames. Only this
+-- file finds the script's position.
 local ffi = require "ffi"
 local environment = require "ps.core.environment"
 local keys_of = require "ps.keys"
@@ -12,14 +13,14 @@ local paths = require "ps.paths"
 
 local caller = {}
 
--- folders of psluajit's own files, as chunk names begin
+-- The folders of psluajit's own files, each in the form in which a chunk name begins ("@/path/").
 local own = {}
 for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and paths.root .. "/models/",
   paths.gen and paths.gen .. "/" } do
   own[#own + 1] = "@" .. folder
 end
 
---- Returns whether a chunk's name (debug.getinfo) names one of psluajit's own files.
+--- Returns whether a chunk's name (`source` of debug.getinfo) is the name of one of psluajit's own files.
 ---@param source string
 ---@return boolean
 local function is_own(source)
@@ -32,8 +33,8 @@ end
 
 local pause  -- the C function that runs the prompt of a paused script
 
---- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12: ", or "". Statements
---- typed at the prompt of a pause have no position in the paused script.
+--- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12: ". Returns "" if there
+--- is no such function. Statements typed at the prompt of a pause have no position in the paused script.
 ---@return string
 local function position()
   local level = 2
@@ -47,19 +48,24 @@ end
 
 caller.position, caller.is_own = position, is_own
 
---- Registers the C function that pauses a script. On the stack, the script's frames follow this function's frame.
+--- Registers the C function that pauses a script. The search for the script's position ends at this function's frame.
 ---@param func function
 function caller.pauses(func) pause = func end
 
---- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12", or "".
+--- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12". Returns "" if there
+--- is no such function.
 ---@return string
 function caller.where() return (position():gsub(": $", "")) end
 
--- The last error that psluajit caught before it reached the script: its value, its text, and the traceback from where
--- it was raised. passing: it has been raised again since then.
+-- The last error that psluajit caught before the error reached the script.
+--   value: the error's value
+--   text: the value as text
+--   frames: the traceback from the place where the error was raised
+--   passing: whether the error has been raised again since it was caught
 local noted
 
---- Raises an error that begins with the script's position. With level 0, or for a table, the message is unchanged.
+--- Raises an error that begins with the script's position. If the level is 0 or the message is not a string, the
+--- message is unchanged.
 ---@param message any
 ---@param level? integer only 0 has an effect
 function caller.error(message, level)
@@ -69,14 +75,15 @@ function caller.error(message, level)
 end
 local raise = caller.error
 
--- Returns whether a source, as messages show it, is one of psluajit's files. Its beginning may be missing.
+-- Returns whether a file name, as an error message shows it, is the name of one of psluajit's files. Lua may have cut
+-- off the beginning of the name.
 local function is_own_shown(file)
   local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua shortens long names
   local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
   return is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail)
 end
 
--- Calls fn with the names of an object's fields and methods. An object's metatable has __names.
+-- Calls fn with the name of each field and method of an object. The object's metatable has __names.
 local function each_name(object, fn)
   local fields, class = getmetatable(object).__names(object)
   for name in pairs(fields) do fn(name) end
@@ -87,8 +94,8 @@ local function each_name(object, fn)
   end
 end
 
--- Returns a text that suggests a field or method of one of the objects in the script's innermost function, if that
--- function used a name that none of them has: "; did you mean self.fc1?", or "".
+-- Completes an error about a field or method that is nil. If an object in the script's innermost function has a similar
+-- name, returns a text such as "; did you mean self.fc1?". Otherwise returns "".
 local function similar_field(message)
   local way, name = message:match "^attempt to [%a ]- (%a+) '([%w_]+)' %(a nil value%)"
   if way ~= "field" and way ~= "method" or message:find("; did you mean", 1, true) then return "" end
@@ -116,9 +123,9 @@ local function similar_field(message)
   return found or ""
 end
 
---- Replaces a position in psluajit's files at the beginning of a message by the script's position, and suggests a field
---- for a misspelt one. Returns other values unchanged. Only handlers may call this, because the frames of the error
---- must still exist.
+--- Corrects an error message. If it begins with a position in psluajit's files, the script's position replaces that
+--- position. If it is about a misspelt field, a suggestion is added. Other values are returned unchanged. Only error
+--- handlers may call this function, because the frames of the error must still exist.
 ---@param message any
 ---@return any
 function caller.at(message)
@@ -130,11 +137,13 @@ function caller.at(message)
   return ok and message .. similar or message
 end
 
---- function that shows a value as text, set by ps.pretty, which the program's handler loads before it calls `described`
+--- A function that shows a value as text. ps.pretty sets it. The program's handler loads ps.pretty before it calls
+--- `described`.
 ---@type (fun(value: any): string)?
 caller.shown = nil
 
---- Returns a text for an error that is not a string, with its type and value. The program's handler prints it.
+--- Returns a text for an error that is not a string. The text contains the error's type and value. The program's
+--- handler prints it.
 ---@param e any
 ---@return string
 function caller.described(e)
@@ -142,17 +151,17 @@ function caller.described(e)
   return ("the error is a %s, not a string: %s"):format(type(e), ok and text or tostring(e))
 end
 
--- Returns whether the function at a stack level (counted from this function's caller) raises again an error that
--- psluajit had caught.
+-- Returns whether an error that psluajit had caught is being raised again. `level` is the stack level of the function
+-- that raises it, counted from this function's caller.
 local function raised_again(message, level)
   if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
   local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")
   return raiser ~= nil and raiser.what == "C" and above ~= nil and is_own(above.source)
 end
 
---- Records an error when it is first caught, while the frames that raised it still exist. A failing script's traceback
---- then ends with these frames. Returns the error with the script's position. Only the handler of an xpcall may call
---- this.
+--- Records an error when it is first caught, while the frames that raised it still exist. If the script fails with this
+--- error, the traceback ends with these frames. Returns the error with the script's position. Only the handler of an
+--- xpcall may call this function.
 ---@param e any
 ---@param told? fun() called if the error is recorded
 ---@return any
@@ -165,8 +174,8 @@ function caller.note(e, told)
   return e
 end
 
---- Returns whether psluajit had caught an error before it ended the script. Only a function that the program's handler
---- calls may call this.
+--- Returns whether psluajit had caught an error before the error ended the script. Only a function that the program's
+--- handler calls may call this function.
 ---@param e any
 ---@return boolean
 function caller.was_noted(e)
@@ -174,8 +183,8 @@ function caller.was_noted(e)
   return again
 end
 
---- Returns a message with its traceback. Omits frames of psluajit's own functions and of the C functions that these
---- call, unless PS_TRACEBACK=all: the mistake is in the script.
+--- Returns a message with its traceback. Omits the frames of psluajit's own functions and of the C functions that they
+--- call, because the mistake is in the script. With PS_TRACEBACK=all, no frame is omitted.
 ---@param text string
 ---@return string
 function caller.trace(text)
@@ -204,7 +213,7 @@ end
 -- -- arguments -------------------------------------------------------------------------------------------------------
 local function kind(value) return value == nil and "nil" or "a " .. type(value) end
 
--- kinds of options in addition to Lua's types: each kind's name in errors, and a function that checks a value
+-- The kinds of options in addition to Lua's types. Each kind has its name in errors and a function that checks a value.
 local KINDS = {
   whole = { "a whole number", function(value)
     return type(value) == "number" and value % 1 == 0 or type(value) == "cdata" and tonumber(value) ~= nil
@@ -224,7 +233,7 @@ local function fits(value, kinds)
   return false
 end
 
---- Returns a number with its noun, such as "1 step" or "2 steps".
+--- Returns a number and its noun, such as "1 step" or "2 steps".
 ---@param n integer
 ---@param noun string a noun whose plural ends with s
 ---@return string
@@ -238,10 +247,11 @@ local function sorted_names(keys)
 end
 caller.sorted_names = sorted_names
 
--- options of PyTorch and transformers, and the options that mean the same here
+-- The names of options in PyTorch and transformers. The value is the option that means the same here.
 local MEANT = { torch_dtype = "dtype", attn_mask = "mask", init_scale = "scale" }
 
--- Returns a text such as "no option 'casual'; did you mean 'causal'? (there are causal, mask)".
+-- Returns the text about an unknown option, such as "no option 'casual'; did you mean 'causal'? (there are causal,
+-- mask)".
 local function unknown(key, keys)
   if type(key) ~= "string" then return "options must be named, { name = value }, but one has no name" end
   local names = sorted_names(keys)
@@ -260,12 +270,12 @@ local function of_kind(value, kinds)
   return ("is %s, not %s"):format(is, table.concat(words, " or "))
 end
 
---- Checks options by name, and returns them, or an empty table for nil. Raises an error for an unknown option, with the
---- nearest known one, and for a value of the wrong type.
+--- Checks the names and types of options, and returns the options. Returns an empty table for nil. Raises an error for
+--- an unknown option, and names the nearest known option. Raises an error for a value of the wrong type.
 ---@param options any
----@param call string the called function, for the message
----@param keys table<string, string> the kind of each option: a Lua type, "whole" (number), "callable", "tensor" or
---- "any"; several kinds are separated by "|"
+---@param call string name of the called function in errors
+---@param keys table<string, string> the kind of each option: a Lua type, "whole" (a whole number), "callable",
+--- "tensor" or "any"; several kinds are separated by "|"
 ---@return table
 function caller.options(options, call, keys)
   if options == nil then return {} end
@@ -281,14 +291,14 @@ function caller.options(options, call, keys)
   return options
 end
 
---- how psluajit's public functions are called ("t:sum"), by function; ps.core.exact fills it
+--- How each public function is called, such as "t:sum". The keys are the functions. ps.core.exact fills the table.
 ---@type table<function, string>
 caller.calls = setmetatable({}, { __mode = "k" })
 
 caller.IN_ORDER = "arguments have no names, and go in order"
 
---- Raises an error if a value is a table with names, as in x:sort { descending = true }, in place of an argument of a
---- function that takes no options.
+--- Raises an error if a script passes a table of named values to a function without options, as in x:sort { descending
+--- = true }.
 ---@param value any
 function caller.check_named(value)
   if type(value) ~= "table" or getmetatable(value) ~= nil then return end
@@ -314,13 +324,13 @@ function caller.check_named(value)
     table.concat(names, ", "), given))
 end
 
---- Raises the error about a method that was called with a dot.
+--- Raises the error about a method that was called with a dot instead of a colon.
 ---@param call string how the method is called, such as "t:sum"
 function caller.no_self(call)
   raise(("%s is a method, which is called with a colon: write %s(...), not with a dot"):format(call, call))
 end
 
---- Returns the value of a word in a table. An unknown word is an error that names the nearest known word.
+--- Returns the value that a table has for a word. An unknown word is an error that names the nearest known word.
 ---@param value any
 ---@param words table<string, any>
 ---@param what string what the word is for, such as "F.gelu: approximate"
@@ -334,7 +344,7 @@ function caller.one_of(value, words, what)
     near and ("; did you mean '%s'?"):format(near) or "", table.concat(names, ", ")))
 end
 
---- Checks that a value has a Lua type: "string", "table", "number", ...
+--- Checks that a value has a given Lua type, such as "string", "table" or "number".
 ---@param value any
 ---@param want string
 ---@param what string name of the value in errors, such as "ps.data.tokens: the path"
@@ -344,7 +354,7 @@ function caller.typed(value, want, what)
   return value
 end
 
---- Raises an error unless a value is a function or a table with __call.
+--- Raises an error if a value is neither a function nor a table with __call.
 function caller.callable(value, what)
   local mt = type(value) == "table" and getmetatable(value)
   if type(value) ~= "function" and not (mt and mt.__call) then
@@ -353,8 +363,8 @@ function caller.callable(value, what)
   return value
 end
 
---- Checks that a value is a whole number of at least `least`. Its absolute value must be at most 2^53: up to there a
---- double represents every whole number.
+--- Checks that a value is a whole number of at least `least`. Its absolute value must be at most 2^53, because a double
+--- represents every whole number only up to 2^53.
 ---@param value any
 ---@param what string name of the value in errors, such as "ps.train.run: steps"
 ---@param least? integer
@@ -366,8 +376,8 @@ function caller.whole(value, what, least)
     or kind(value), least and (" from %d on"):format(least) or ""))
 end
 
---- Checks a seed. A number that would wrap or lose digits in 64 bits is an error, because two different seeds could
---- then select the same stream.
+--- Checks a seed. A number that would wrap around or lose digits in 64 bits is an error. Otherwise two different seeds
+--- could select the same stream.
 ---@param value any
 ---@param what string name of the value in errors, such as "ps.manual_seed"
 ---@return integer value
@@ -382,7 +392,7 @@ end
 
 local ORDINALS = { "first", "second", "third" }
 
---- Raises the error about one argument too many.
+--- Raises the error about a surplus argument.
 ---@param call string the call, such as "t:sum"
 ---@param params string the function's parameters, separated by ", "
 ---@param value any the argument
@@ -397,15 +407,16 @@ function caller.more(call, params, value, at, hint)
     .. "keep only the first.)" or ""))
 end
 
---- Returns whether an error that pcall caught is Ctrl-C (src/interrupt.c). Code that continues after a failed read must
---- raise this error again.
+--- Returns whether an error that pcall caught was raised by Ctrl-C (src/interrupt.c). Code that continues after a
+--- failed read must raise this error again.
 ---@param problem any
 ---@return boolean
 function caller.is_interrupt(problem)
   return type(problem) == "string" and problem:find("interrupted!", 1, true) ~= nil
 end
 
---- Checks a list, whose keys must be 1, 2, ... Any other key is an error, because it would be ignored.
+--- Checks that a table is a list, whose keys are 1, 2, and so on. Any other key is an error, because its value would be
+--- ignored.
 ---@param value table
 ---@param what string name of the list in errors, such as "ps.zeros: the shape"
 ---@param hint? string what to do with another key
@@ -419,14 +430,14 @@ function caller.list(value, what, hint)
     hint or "pass options as a separate table after it"))
 end
 
---- Defines the checks of ops' arguments. ps.ffi calls this after it has declared ps_tensor.
+--- Defines the checks of op arguments. ps.ffi calls this function after it has declared ps_tensor.
 ---@param tensor_type ffi.ctype*
 function caller.for_tensors(tensor_type)
   local istype = ffi.istype
   KINDS.tensor[2] = function(value) return istype(tensor_type, value) end
 
-  --- Checks an input of an op: a tensor, or nil, which the op may reject. name: the input's name, or its index in a
-  --- list.
+  --- Checks an input of an op. The input must be a tensor or nil. The op itself may reject nil. `name` is the input's
+  --- name, or its index in a list.
   function caller.tensor(value, op, name)
     if istype(tensor_type, value) or rawequal(value, nil) then return value end
     if type(value) == "cdata" and value == nil then return nil end                -- a NULL pointer
@@ -434,8 +445,8 @@ function caller.for_tensors(tensor_type)
     raise(("%s: %s is %s; it takes a tensor"):format(op, name, kind(value)))
   end
 
-  --- Checks a number argument of an op; nil selects the default. The wrappers of ops call this function and
-  --- caller.tensor only if their quick check fails. ctype: the integer type that the number does not fit.
+  --- Checks a number argument of an op. nil selects the default. The wrappers of ops call this function and
+  --- caller.tensor only if their quick check fails. `ctype` is the integer type into which the number does not fit.
   function caller.number(value, op, name, ctype)
     local t = type(value)
     if t == "number" and ctype and ctype ~= "double" then

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Controls when Lua's garbage collector runs, one function per occasion. The bytes of small tensors and of tensor
--- headers become free only when it runs. Left to itself, it would run at different times in each run, and peaks would
--- differ. core/ffi.lua runs every full collection, and also collects when tensors have grown and when memory is short.
+-- Controls when Lua's garbage collector runs. Each function of this file is for one occasion. The memory of small
+-- tensors and of tensor headers becomes free only when the collector runs. If LuaJIT decided when to collect, the
+-- collector would run at different times in each run, and the memory peaks would differ. core/ffi.lua runs every full
+-- collection. It also collects when tensors have grown and when memory is short.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -9,17 +10,18 @@ local C = native.C
 
 local collector = {}
 
--- forwards between two collections in the first step of a planned script, about as often as the collector would run by
--- itself; an engine's dry run uses PS_UNCOLLECTED
+-- The number of forwards between two collections in the first step of a planned script. By default the collector would
+-- run about as often. An engine's dry run uses PS_UNCOLLECTED instead.
 local UNCOLLECTED = 32
 
---- Collects after a model, its layout or one of its blocks was created, to free temporary tensors.
+--- Collects after the creation of a model, its layout or one of its blocks, to free temporary tensors.
 function collector.after_making() native.collect() end
 
 --- Collects after a call has failed, to free the call's tensors and recorded ops.
 function collector.after_failure() native.collect() end
 
---- Collects twice: the first collection's finalizers drop references to tensors, which the second collection frees.
+--- Collects twice. The finalizers of the first collection drop references to tensors, and the second collection frees
+--- these tensors.
 function collector.thoroughly()
   native.collect()
   native.collect()
@@ -32,7 +34,7 @@ function collector.before_walk()
   if not devices.computes then collectgarbage "stop" end
 end
 
---- Collects before some of the forwards of an engine's dry run, and leaves the collector stopped.
+--- Collects before every PS_UNCOLLECTED-th forward of an engine's dry run, and leaves the collector stopped.
 ---@param number integer index of the forward, from 1
 ---@return boolean collected
 function collector.in_dry_run(number)
@@ -48,7 +50,7 @@ function collector.between_dry_runs()
   collectgarbage "stop"
 end
 
---- Calls fn(...) with the collector stopped, after a full collection.
+--- Runs a full collection and then calls fn(...) with the collector stopped.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return boolean ok false if fn raised an error
@@ -67,7 +69,7 @@ end
 local forwards = 0                  -- number of forwards in the planned script's step so far
 
 --- Collects after a fixed number of forwards of a planned script, so that the peak of a plan is the same in each run.
---- Called at the begin and the end of each action of a step.
+--- Called when an action of a step begins and when it ends.
 ---@param action ffi.cdata* ps_action
 ---@param begins boolean
 function collector.pace_script(action, begins)

@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks a program's command line for argparse: whole(parser:option("--steps", "Steps."), 1) accepts only whole
--- numbers. Any other value ends the program with the option's name and the accepted range. parse(parser) reads the
--- command line. file() and folder() accept only names that can be written to. try("train.lua", fn) turns an error of fn
--- into one line and an exit.
+-- Checks the command lines of programs that use argparse.
+--   whole(parser:option("--steps", "Steps."), 1) makes an option accept only whole numbers. Any other value ends the
+--   program, and the message names the option and the accepted range.
+--   file() and folder() make an option accept only names that can be written to.
+--   parse(parser) reads the command line.
+--   try("train.lua", fn) runs fn. An error of fn is printed as one line, and the program exits.
 local environment = require "ps.core.environment"
 local option_names = require "ps.core.option_names"
 local writable = require "ps.core.writable"
@@ -46,10 +48,10 @@ function command_line.number(option, least, most)
     function(n) return n >= least and n <= (most or math.huge) and n < math.huge end)
 end
 
---- Makes an option accept only the name of a file that can be written, so that the program does not compute for an hour
---- before it fails.
+--- Makes an option accept only the name of a file that can be written. The check saves the user from a program that
+--- computes for an hour before it fails.
 ---@param option table an option of argparse
----@param ... string endings, one of which the name must have (default: any name)
+---@param ... string accepted endings of the name (default: any name)
 ---@return table option
 function command_line.file(option, ...)
   local name, endings = option._name, { ... }
@@ -76,7 +78,7 @@ function command_line.folder(option)
   end)
 end
 
--- Collects the long names of a parser's options that take one value, and of its commands' options.
+-- Collects the long names of the options that take one value. Includes the options of the parser's commands.
 local function add_names(parser, names)
   for _, option in ipairs(parser._options) do
     for _, alias in ipairs(option._aliases) do
@@ -87,8 +89,8 @@ local function add_names(parser, names)
   return names
 end
 
--- Makes the error for an unknown option suggest the option that was probably meant. argparse suggests only names that
--- differ by one letter.
+-- Makes the error for an unknown option suggest the option that was probably meant. argparse itself suggests only names
+-- that differ in one letter.
 local function suggest(root)
   local print_error = root.error
   function root.error(parser, message)
@@ -105,7 +107,7 @@ end
 
 --- Parses a command line like the parser's own method, but accepts a negative number as an option's value (`--lr -1`).
 --- argparse would read the number as another option. The error for an unknown option names the option that the user
---- probably meant. Changes neither `words` nor the global `arg`.
+--- probably meant. Neither `words` nor the global `arg` is changed.
 ---@param parser table a parser of argparse
 ---@param words? string[] (default: the program's command line)
 ---@return table options
@@ -148,8 +150,8 @@ function command_line.try(program, fn, ...)
   return finish(pcall(fn, ...))
 end
 
---- Ends the process with an exit code that all ranks use, for example after Ctrl-C. The other ranks treat it as a
---- normal end, even in the middle of a call in which this rank takes part. By contrast, os.exit counts as a failure of
+--- Ends the process with an exit code that all ranks use, for example after Ctrl-C. The other ranks treat this exit as
+--- a normal end, even if this rank leaves a collective call unfinished. By contrast, os.exit counts as a failure of
 --- this rank.
 ---@param code integer
 function command_line.leave(code)

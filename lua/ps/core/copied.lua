@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Copies a table, one level deep. { unpack(t) } would copy at most about 7,990 elements, the limit of Lua's stack.
+-- Copies a table one level deep. { unpack(t) } could copy at most about 7,990 elements, because Lua's stack is limited.
 
---- Returns a table with the same fields.
+--- Returns a new table with the same fields.
 ---@generic T: table
 ---@param t T
 ---@return T

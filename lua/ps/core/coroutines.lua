@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes coroutine.create and coroutine.wrap start a coroutine with a Lua function that stays on its stack. If LuaJIT
--- gives up a trace, it looks for a Lua function from the running one downwards for its trace event, to which
--- ps/core/ffi.lua listens, and does not stop at the end of the stack. A coroutine whose first function ends in a tail
--- call of a C function would crash LuaJIT. The program does the same for scripts (on_floor in src/main.c).
+-- Works around a crash of LuaJIT in coroutines. coroutine.create and coroutine.wrap start each coroutine with a Lua
+-- function that stays on the coroutine's stack.
+-- When LuaJIT gives up a trace, it reports this to the listener in ps/core/ffi.lua. For the report it searches the
+-- stack downwards for a Lua function, and the search does not stop at the end of the stack. If a coroutine's first
+-- function ended in a tail call of a C function, LuaJIT would find no Lua function and crash. The program starts
+-- scripts in the same way (on_floor in src/main.c).
 local create, wrap = coroutine.create, coroutine.wrap
 
 local coroutines = {}
@@ -10,12 +12,12 @@ local coroutines = {}
 local function all(...) return ... end
 local function above(f) return function(...) return all(f(...)) end end
 
---- Lua's coroutine.create.
+--- Creates a coroutine, like Lua's coroutine.create.
 ---@param f fun(...): ...
 ---@return thread
 function coroutines.create(f) return create(type(f) == "function" and above(f) or f) end
 
---- Lua's coroutine.wrap.
+--- Creates a coroutine and returns a function that resumes it, like Lua's coroutine.wrap.
 ---@param f fun(...): ...
 ---@return fun(...): ...
 function coroutines.wrap(f) return wrap(type(f) == "function" and above(f) or f) end

@@ -1,18 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The devices that this process has opened: their names, their abilities, and the memory that tensors use on them.
+-- The devices that this process has opened: their names, their abilities, and the memory that tensors use on each
+-- device.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 
 local devices = {}
 
---- whether ops compute values; false in a script's dry run (tools/plan.lua)
+--- Whether ops compute values. False in the dry run of a script (tools/plan.lua).
 devices.computes = native.C.ps_machine_pretended() == 0
 
 ---@class ps.Device
 ---@field name string
 ---@field description string the instruction set, threads and libraries in use
 
---- Calls fn(...), which reads values of tensors. Returns nil in a dry run, which has no values.
+--- Calls fn(...), which reads values of tensors. Returns nil in a dry run, because a dry run has no values.
 ---@param fn function
 ---@param ... any
 ---@return any value the result of fn, or nil in a dry run of a step or script
@@ -31,20 +32,20 @@ function devices.open(name)
   return { name = native.device_name[i], description = native.ffi.string(native.C.ps_device_describe(native.ctx, i)) }
 end
 
---- Returns the type that trains fastest on a device (default cpu): "bf16" if it is a GPU or has bf16 products, else
---- "fp32".
----@param device? string
+--- Returns the type with which training is fastest on a device. The type is "bf16" if the device multiplies bf16 faster
+--- than fp32, as GPUs do. Otherwise it is "fp32".
+---@param device? string name of the device (default: "cpu")
 ---@return string
 function devices.fast_dtype(device)
   return native.device_info(native.device_index(device or "cpu")).fast_bf16 ~= 0 and "bf16" or "fp32"
 end
 
---- Returns whether fused ops (ops.mlp) are faster on a device than separate ops, as on a GPU.
+--- Returns whether fused ops (ops.mlp) are faster than separate ops on a device. This is the case on a GPU.
 ---@param device string
 ---@return boolean
 function devices.prefers_fused(device) return native.device_info(native.device_index(device)).fuses ~= 0 end
 
---- Returns all open devices. The first call that names cuda opens it.
+--- Returns all open devices. The device cuda is opened by the first call that names it.
 ---@return ps.Device[]
 function devices.all()
   local list = {}
@@ -52,20 +53,20 @@ function devices.all()
   return list
 end
 
---- Limits the bytes that tensors may use on a device. An allocation above the limit raises an error.
+--- Limits the number of bytes that tensors may use on a device. An allocation above the limit raises an error.
 ---@param nbytes integer the limit, or 0 for no limit
 ---@param device? string (default: the first device, "cpu")
 function devices.set_limit(nbytes, device)
   caller.whole(nbytes, "ps.set_memory_limit: the limit in bytes")
   native.check(native.C.ps_memory_set_limit(native.ctx, device and native.device_index(device) or 0, nbytes))
 end
---- Resets the peak that ps.memory reports to the bytes in use now.
+--- Resets the peak that ps.memory reports. The new peak is the number of bytes in use now.
 ---@param device? string (default: the first device, "cpu")
 function devices.reset_peak(device)
   native.C.ps_memory_reset_peak(native.ctx, device and native.device_index(device) or 0)
 end
 
---- Returns the bytes of a device's memory that can still be allocated.
+--- Returns the number of bytes that can still be allocated on a device.
 ---@param device? string (default: the first device, "cpu")
 ---@return integer bytes
 function devices.available(device)

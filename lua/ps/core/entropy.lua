@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Random bits from the operating system, for secrets, tokens and the numbers of runs. They do not depend on the seed.
+-- Random bits from the operating system, for secrets, tokens and run numbers. They do not depend on the seed.
 local entropy = {}
 
---- Returns n random bytes of /dev/urandom as 2 n hexadecimal digits. Raises an error if the file cannot be read.
+--- Reads n random bytes from /dev/urandom and returns them as 2 n hexadecimal digits. Raises an error if the file
+--- cannot be read.
 ---@param n integer
 ---@return string
 function entropy.hex(n)

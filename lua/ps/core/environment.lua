@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads psluajit's own environment variables; dist/env.lua reads those of launchers. docs/environment.md describes each
--- variable, and spec/docs/environment_spec.lua checks that the page is complete.
+-- Reads psluajit's own environment variables. dist/env.lua reads the environment variables of launchers.
+-- docs/environment.md describes each variable, and spec/docs/environment_spec.lua checks that the page is complete.
 local environment = {}
 
 local NAMES = {}
@@ -14,7 +14,8 @@ function environment.get(name)
   return os.getenv(name)
 end
 
---- Returns the value of an environment variable as a number. Raises an error for any other text.
+--- Returns the value of an environment variable as a number. Raises an error if the value is not a whole number of at
+--- least `least`.
 ---@param name string
 ---@param least integer
 ---@return integer? value nil if it is not set, or empty

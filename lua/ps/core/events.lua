@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads the record of events: the events in the order of their begins, and the names of their numeric fields.
+-- Reads the record of events. Returns the events ordered by their begin, and the names of their numeric fields.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local ffi, C = native.ffi, native.C
@@ -7,7 +7,7 @@ local event_array = array "ps_record_event"
 
 local events = {}
 
---- names of event kinds, by the constants of ps.h
+--- The names of the kinds of events. The keys are constants of ps.h.
 events.kinds = { [C.PS_REC_OP] = "op", [C.PS_REC_MODULE] = "module", [C.PS_REC_STEP] = "step",
   [C.PS_REC_ACTION] = "action", [C.PS_REC_COPY] = "copy", [C.PS_REC_DISK] = "disk",
   [C.PS_REC_COLLECTIVE] = "collective", [C.PS_REC_WAIT] = "wait", [C.PS_REC_CHUNK] = "chunk",
@@ -18,8 +18,8 @@ events.waits = { [C.PS_WAIT_COPY] = "copy", [C.PS_WAIT_COLLECTIVE] = "collective
 events.chunks = { [C.PS_CHUNK_ALLOCATE] = "allocate", [C.PS_CHUNK_MOVE] = "move", [C.PS_CHUNK_RELEASE] = "release",
   [C.PS_CHUNK_THERE] = "there" }
 
---- Returns a copy of the recorded events in the order of their begins. If two events begin together, the longer one
---- comes first.
+--- Returns a copy of the recorded events and their order by begin. If two events begin at the same time, the longer one
+--- is first.
 ---@return ffi.cdata* list ps_record_event[n]
 ---@return integer n
 ---@return integer[] order indices into the list, from 0

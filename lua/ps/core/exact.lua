@@ -5,15 +5,15 @@ local caller = require "ps.core.caller"
 
 local exact = {}
 
--- wrapped function, by its wrapper
+-- The wrapped function of each wrapper. The keys are the wrappers.
 local inner = setmetatable({}, { __mode = "k" })
 
---- Returns the function that a wrapper calls, or any other function unchanged.
+--- Returns the function that a wrapper calls. Returns any other function unchanged.
 ---@param fn function
 ---@return function
 function exact.inner(fn) return inner[fn] or fn end
 
--- Returns the names of a function's parameters, without the self of a method.
+-- Returns the names of a function's parameters. The self of a method is left out.
 local function parameters(fn, first)
   local names = {}
   for i = first, debug.getinfo(fn, "u").nparams do names[#names + 1] = debug.getlocal(fn, i) end
@@ -23,9 +23,10 @@ end
 local NONE = { set_to_none = "boolean" }
 local EXTRA = 3                                            -- number of surplus arguments that are checked
 
--- Returns the code of a wrapper for n parameters. They have names, because `...` would add a trace. Each wrapper has
--- its own code, so that LuaJIT compiles a trace for each function. The wrapper of a method refuses a first argument
--- that cannot be its self: self is a tensor or another C object, or a table with a metatable.
+-- Returns the code of a wrapper for a function of n parameters. The wrapper's parameters have names, because `...`
+-- would add a trace. Each wrapper has its own code, so that LuaJIT compiles a trace for each function. The wrapper of a
+-- method rejects a first argument that cannot be its self. A self is a tensor or another C object, or a table with a
+-- metatable.
 local codes = { [true] = {}, [false] = {} }
 local SELF = "local kind = type(a1) "
   .. "if kind ~= 'cdata' and (kind ~= 'table' or getmetatable(a1) == nil) then alone() end"
@@ -45,8 +46,8 @@ local function code(n, method)
   return made[n]
 end
 
---- Wraps fn so that an argument after its last parameter raises an error. Returns functions with `...` and C functions
---- unchanged.
+--- Returns a wrapper of fn that raises an error if it gets more arguments than fn has parameters. Returns functions
+--- with `...` and C functions unchanged.
 ---@param fn function
 ---@param call string how fn is called, such as "F.gelu" or "t:sum"
 ---@param method? boolean whether fn's first parameter is self
@@ -68,7 +69,7 @@ function exact.of(fn, call, method)
   return wrapper
 end
 
--- number of arguments that a function accepts; unlimited for a function with `...`
+-- The number of arguments that a function accepts. It is unlimited for a function with `...`.
 local most = setmetatable({}, { __mode = "k", __index = function(self, fn)
   local info = debug.getinfo(exact.inner(fn), "uS")
   self[fn] = (info.isvararg or info.what == "C") and math.huge or info.nparams
@@ -84,9 +85,11 @@ function exact.like(wrapper, fn)
   return wrapper
 end
 
---- Raises an error if the arguments `...`, which exclude self, are more than a method's parameters.
+--- Raises an error if `...` has more arguments than a method has parameters. `...` excludes self, and self is not
+--- counted as a parameter.
 ---@param fn function the method
----@param describe fun(object: any): string, string? returns texts for an error: the call, and what to write instead
+---@param describe fun(object: any): string, string? returns two texts for an error: the call, and what to write
+--- instead
 ---@param object any argument of describe
 ---@param ... any
 function exact.arguments(fn, describe, object, ...)
@@ -102,8 +105,8 @@ function exact.arguments(fn, describe, object, ...)
   end
 end
 
---- Checks the argument of PyTorch's zero_grad(set_to_none). Gradients are always dropped, as in PyTorch with true, the
---- default.
+--- Checks the argument of PyTorch's zero_grad(set_to_none). Gradients are always dropped. PyTorch's default, true, also
+--- drops them.
 ---@param value any true, { set_to_none = true } or nil; any other value raises an error
 ---@param call string
 function exact.set_to_none(value, call)
@@ -112,7 +115,7 @@ function exact.set_to_none(value, call)
   if value == false then caller.error(call .. ": set_to_none is false; gradients are always dropped, not set to 0") end
 end
 
---- Returns a table with another table's functions, each wrapped by exact.of at its first use.
+--- Returns a table that has the functions of another table. exact.of wraps each function at its first use.
 ---@param t table<any, any>
 ---@param prefix string "t:"
 ---@param method? boolean
@@ -126,7 +129,7 @@ function exact.view(t, prefix, method)
   end })
 end
 
---- Wraps the functions of a table by exact.of, in place.
+--- Replaces each function of a table by its wrapper from exact.of.
 ---@param t table<any, any>
 ---@param prefix string "F."
 ---@param method? boolean
