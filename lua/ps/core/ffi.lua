@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Connects Lua to the engine's C code: declares ps.h, opens the one context, turns error codes into error tables, and
--- attaches the finalizer to every tensor header. No other file attaches one.
+-- Connects Lua to the engine's C code. This file declares ps.h, opens the only context, turns error codes into error
+-- tables, and attaches the finalizer to every tensor header. No other file attaches finalizers to tensor headers.
 local ffi = require "ffi"
 local cdef = require "ps.cdef"
 require "ps.core.declared"
@@ -10,18 +10,18 @@ local hooks = require "ps.core.hooks"
 caller.for_tensors(ffi.typeof "ps_tensor")
 local C = ffi.C
 
--- Raises LuaJIT's limits, with which a function of several ops would never be compiled. LuaJIT gives up a trace after
--- `loopunroll` tail calls (default 15) or after `maxrecord` instructions. An op has three tail calls and about 150
--- instructions.
+-- Raises LuaJIT's limits. With the defaults, a function that calls several ops would never be compiled. LuaJIT gives up
+-- a trace after `loopunroll` tail calls (default 15) or after `maxrecord` instructions. An op has three tail calls and
+-- about 150 instructions.
 require("jit.opt").start("loopunroll=60", "maxrecord=12000", "maxirconst=4000", "maxsnap=3000", "maxmcode=4096")
 
--- A function on the path of an op must not end in a call of a built-in or C function (`return ffi.gc(t, release)`).
--- LuaJIT cannot compile such a function by itself. It tries again and again, and then refuses the function and all
--- loops that call it. A local for the result avoids this.
+-- A function on the path of an op must not end in a call of a built-in or C function, such as `return ffi.gc(t,
+-- release)`. LuaJIT cannot compile such a function by itself. It tries again and again, and then refuses the function
+-- and all loops that call it. To avoid this, a function stores the result in a local variable first.
 
--- Stops the collector while LuaJIT records a trace. A finalizer ends the recording, and each tensor has one, so a loop
--- that makes tensors would be compiled only by chance. LuaJIT calls one function per event, so this one calls the
--- function that was attached before, such as that of `psluajit -jv`.
+-- Stops the collector while LuaJIT records a trace. If the collector ran a finalizer, the recording would end. Each
+-- tensor has a finalizer, so a loop that makes tensors would be compiled only by chance. LuaJIT calls only one function
+-- per event. If another function was attached before, such as that of `psluajit -jv`, this function calls it.
 do
   local stopped, earlier, before = false, nil, {}
   local function on_trace(event, ...)
@@ -50,13 +50,13 @@ end
 ---@class ps.Error
 ---@field code integer PS_E* code, negative
 ---@field name string "EINVAL", "ENOMEM", ...
----@field msg string says what failed, where, the wrong amount and the remedy
+---@field msg string what failed, where, the wrong amount and the remedy
 ---@field op string|nil name of the op that was running
 ---@field where string file and line in the engine's C code
----@field sub string|nil name of the specific error, for programs ("OP_CHUNKS", ...: src/base/errors.def)
----@field tier string|nil tier without room: "device", "host" or "disk"
----@field wanted integer|nil bytes that were needed at once
----@field left integer|nil bytes available for them; below 0 if other memory alone exceeds the tier
+---@field sub string|nil name of the specific error, for programs ("OP_CHUNKS", for example: src/base/errors.def)
+---@field tier string|nil tier that had too little room: "device", "host" or "disk"
+---@field wanted integer|nil number of bytes that were needed at once
+---@field left integer|nil number of bytes available for them; below 0 if other memory alone exceeds the tier
 ---@field lacking integer|nil wanted - left, at least 0
 ---@field holders ps.Holder[]|nil the largest tensors when memory ran out (ps/memory/holders.lua)
 ---@field rank integer|nil rank that caused the error
@@ -66,7 +66,7 @@ end
 local Error = {}
 Error.__index = Error
 function Error:__tostring() return self.msg end
--- Supports "prefix .. err", so that callers can extend a message.
+-- Supports "prefix .. err", with which callers extend a message.
 function Error.__concat(a, b) return tostring(a) .. tostring(b) end
 
 local M = { ffi = ffi, C = C, Error = Error, caller = caller }
@@ -92,7 +92,7 @@ function M.raise(rc)
   if d.wanted >= 0 then
     err.wanted, err.left = tonumber(d.wanted), tonumber(d.left)
     err.lacking = math.max(0, err.wanted - err.left)
-  elseif rc == M.C.PS_ENOMEM then                          -- the system's memory, not a tier
+  elseif rc == M.C.PS_ENOMEM then                          -- the system's memory ran out, not a tier
     err.msg = ("%s (%s%s)"):format(err.msg, err.op and "op " .. err.op .. ", " or "", err.where)
   end
   local tier = d.tier                      -- read first, since the next call may fail and overwrite the detail
@@ -103,7 +103,7 @@ function M.raise(rc)
   error(err, 0)
 end
 
---- Returns a result, or raises the engine's last error if the result is negative.
+--- Returns `rc`, or raises the engine's last error if `rc` is negative.
 ---@param rc integer
 ---@return integer
 function M.check(rc)
@@ -111,7 +111,7 @@ function M.check(rc)
   return rc
 end
 
---- Raises an error for a call in a script's step while the script is paused at a prompt.
+--- Raises an error if a script calls a function of a step while the script is paused at a prompt.
 ---@param what string
 function M.check_running(what)
   if C.ps_is_suspended(M.ctx) == 0 then return end
@@ -125,14 +125,14 @@ M.ctx = ctx
 
 local ENOMEM = C.PS_ENOMEM
 
--- Returns whether a call that returned rc may succeed if it is repeated with more memory.
+-- Returns whether a call that failed with rc may succeed if it is repeated with more memory.
 local function repeatable(rc) return rc == ENOMEM and C.ps_error_get_detail().final == 0 end
 
 local release = C.ps_tensor_release
 
---- Attaches the finalizer to a tensor header. Scripts hold a reference instead of a pointer, because LuaJIT would do
---- pointer arithmetic before it looks for __add.
----@param t ffi.cdata* ps_tensor*, whose reference Lua owns
+--- Attaches the finalizer to a tensor header. Scripts get a C reference to the header instead of a pointer, because
+--- LuaJIT would do pointer arithmetic with a pointer before it looked for __add.
+---@param t ffi.cdata* ps_tensor*; Lua owns its reference
 ---@return ps.Tensor
 function M.own(t)
   local header = ffi.gc(t[0], release)
@@ -140,23 +140,25 @@ function M.own(t)
 end
 local own = M.own
 
---- Releases Lua's reference to a tensor at once. Afterwards the cdata dangles, so no other code may refer to the
---- tensor.
+--- Releases Lua's reference to a tensor at once. Afterwards the cdata points to freed memory, so no other code may
+--- refer to the tensor.
 ---@param t ps.Tensor
 function M.give_back(t)
   ffi.gc(t, nil)
   C.ps_tensor_release(t)
 end
 
---- Asks listeners to release memory, after collecting did not help.
+--- Asks listeners to release memory. Called if collecting garbage did not free enough.
 ---@return boolean released whether a listener released some memory
 function M.give_room() return hooks.ask "memory" or false end
 
 -- A collection takes about half a millisecond per MiB of Lua's own memory. In that time, ops write many times as many
--- bytes. Scripts with large tables therefore collect later, but at the latest after MOST bytes.
+-- bytes. If a script has large tables, a collection is due only after more bytes of tensors, but at the latest after
+-- MOST bytes.
 local LEAST, MOST, PER_BYTE = 2 ^ 24, 2 ^ 28, 8
 
---- Runs a full collection. All full collections of the library call this. A stopped collector remains stopped.
+--- Runs a full collection. Every full collection of the library calls this function. A stopped collector remains
+--- stopped.
 function M.collect()
   local running = collectgarbage "isrunning"
   collectgarbage()
@@ -165,8 +167,8 @@ function M.collect()
 end
 local collect = M.collect
 
---- Calls fn(...). If memory runs out, collects Lua's garbage and tries again; then asks listeners to release memory,
---- and tries once more if one did.
+--- Calls fn(...). If memory runs out, collects Lua's garbage and tries again. If memory runs out again, asks listeners
+--- to release memory, and tries once more if a listener released some.
 ---@param fn fun(...): integer
 ---@return integer
 function M.retry(fn, ...)
@@ -181,13 +183,13 @@ function M.retry(fn, ...)
   return rc
 end
 
---- Collects if tensors have grown enough since the last collection.
+--- Collects if the memory of tensors has grown enough since the last collection.
 function M.collect_if_due()
   if C.ps_collect_due(ctx) ~= 0 then collect() end
 end
 
---- Collects at the end of a step, or of an iteration of a script's loop, if tensors have grown by at least a few MiB
---- since the last collection. The next iteration then has as much memory as this one.
+--- Collects at the end of a step, or of an iteration of a script's loop, if the memory of tensors has grown by at least
+--- a few MiB since the last collection. The next iteration then has as much memory as this one.
 function M.collect_turn()
   local least = math.max(2 ^ 22, collectgarbage "count" * 1024 * 2)
   if tonumber(C.ps_collect_waiting(ctx)) >= least then collect() end
@@ -196,13 +198,13 @@ end
 local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
 local OUTS_NBYTES = ffi.sizeof(outs)
 
--- Releases the tensors that M.cast keeps for an op.
+-- Releases the references that M.cast acquired for an op.
 local function let_go(held)
   for i = 1, held and #held or 0 do release(held[i]) end
 end
 
---- Collects garbage and repeats an op that ran out of memory. The inputs get references while the collector runs,
---- because Lua may no longer hold them: the wrappers end in tail calls.
+--- Collects garbage and repeats an op that ran out of memory. The wrappers of ops end in tail calls, so Lua may hold no
+--- reference to the inputs any more. The inputs therefore get a reference each while the collector runs.
 local function apply_again(op, n_in, ins, attrs, nbytes, held)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
   collect()
@@ -217,7 +219,7 @@ local function apply_again(op, n_in, ins, attrs, nbytes, held)
   end
 end
 
--- Raises the error of an op. A listener may add facts about the op's inputs that C does not know.
+-- Raises the error of an op. A listener may add facts about the op's inputs that the C code does not know.
 local function refuse(rc, n_in, ins, held)
   local _, err = pcall(M.raise, rc)
   local more = hooks.ask("op_failed", n_in, ins)
@@ -226,14 +228,14 @@ local function refuse(rc, n_in, ins, held)
   error(err, 0)
 end
 
--- Lines of scripts by index, for reports on the tensors that hold memory (ps/memory/holders.lua). Only tensors that a
--- script creates itself have a line; others are known by their module. Small tensors have none, since reading Lua's
--- stack takes microseconds and ends a trace.
+-- Lines of scripts by index, for reports on the tensors that hold memory (ps/memory/holders.lua). Only a tensor that a
+-- script itself creates has a line. The reports name other tensors by their module. Small tensors have no line, because
+-- reading Lua's stack takes microseconds and ends a trace.
 local LINED_NUMEL = 2 ^ 18
 local line_numbers = {}
 M.lines = {}
 
---- Records the script's line for a large tensor created outside of modules.
+--- Records the script's line for a large tensor that is created outside of modules.
 ---@param t ps.Tensor
 function M.note_line(t)
   if t.numel_ < LINED_NUMEL or C.ps_module_now() ~= 0 then return end
@@ -247,12 +249,13 @@ function M.note_line(t)
 end
 local note_line = M.note_line
 
--- Functions that other files set. placer is called before each op in anomaly mode (ps/inspect/anomaly.lua). follower is
--- called after each op, and with "read" before values are read (ps/pretrained/generate_replay.lua). recorder records
--- how tensors get their values while a model is created without data (ps/nn/deferred.lua). cast converts an op's
--- inputs in a region of ps.autocast (ps/core/autocast.lua).
+-- Functions that other files set:
+--   M.placer: called before each op in anomaly mode (ps/inspect/anomaly.lua)
+--   M.follower: called after each op, and with "read" before values are read (ps/pretrained/generate_replay.lua)
+--   M.recorder: records how tensors get their values while a model is created without data (ps/nn/deferred.lua)
+--   M.cast: converts an op's inputs in a region of ps.autocast (ps/core/autocast.lua)
 
--- Returns the outputs from i to n.
+-- Returns the outputs of an op with the indices i to n - 1.
 local function owned_from(i, n)
   if i == n then return end
   local t = outs[i] ~= nil and own(outs[i]) or nil
@@ -290,7 +293,7 @@ end
 
 local list_ins = ffi.new("ps_tensor *[64]")     -- PS_MAX_IN
 
---- Runs an op that writes into the tensors of a list.
+--- Runs an op that takes a list of tensors and writes into them.
 ---@param op integer
 ---@param list ps.Tensor[] at most PS_MAX_IN
 ---@param attrs ffi.cdata*
@@ -302,7 +305,8 @@ end
 
 local ops, info = require "ps.core.ops"(ffi, C, apply, caller)
 M.ops = ops
--- M.op_info, created when first read, describes ops by op code: { name, ins, outs, n_out, flags, grad, doc }.
+-- M.op_info describes ops by op code: { name, ins, outs, n_out, flags, grad, doc }. It is created when it is first
+-- read.
 setmetatable(M, { __index = function(self, key)
   if key ~= "op_info" then return nil end
   self.op_info = info()
@@ -321,10 +325,10 @@ for alias, name in pairs { float32 = "fp32", float = "fp32", bfloat16 = "bf16", 
 end
 M.dtype_name = name_of
 
--- codes of the types of floats that ops compute with
+-- The codes of the floating-point types that ops compute with.
 M.FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 
---- Returns the code of a type ("fp32", "bf16", ..., or PyTorch's name).
+--- Returns the code of a type. The name is psluajit's ("fp32", "bf16", ...) or PyTorch's.
 ---@param name string
 ---@return integer
 function M.dtype_code(name)
@@ -341,7 +345,8 @@ for i = 0, C.ps_device_count(ctx) - 1 do device_name[i] = ffi.string(C.ps_device
 M.device_name = device_name
 local int_out = ffi.new("int[1]")
 
---- Returns the index of a device ("cpu", "ref", "meta", "sim", "cuda"). The first call that names cuda opens it.
+--- Returns the index of a device ("cpu", "ref", "meta", "sim", "cuda"). The device cuda is opened by the first call
+--- that names it.
 ---@param name string
 ---@return integer
 function M.device_index(name)
@@ -365,7 +370,7 @@ function M.device_info(index)
   return can
 end
 
---- Returns whether the bytes of a tensor are in the host's memory. Some ops have kernels only for host devices.
+--- Returns whether a tensor is in host memory. Some ops have kernels only for devices that use host memory.
 ---@param t ps.Tensor
 ---@return boolean
 function M.on_host(t) return M.device_info(t.device_).is_host ~= 0 end

@@ -1,25 +1,26 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Helps scripts that are ported from PyTorch, DeepSpeed, Hugging Face and PatrickStar. A name that psluajit lacks is a
--- stand-in: calling it, or reading a field of it, is an error that names the psluajit call to use, or a workaround.
--- Other unknown names of ps, ps.F and ps.nn are errors that name the nearest known name, and other unknown names of
--- objects are nil. A name that a script's own module defines has that definition.
+-- Helps with scripts that are ported from PyTorch, DeepSpeed, Hugging Face and PatrickStar.
+-- A name of these libraries that psluajit lacks has a stand-in. Calling the stand-in, or reading a field of it, is an
+-- error. The error says which call of psluajit to use, or describes a workaround.
+-- Any other unknown name of ps, ps.F and ps.nn is an error that names the nearest known name. Any other unknown name of
+-- an object is nil. If a script's own module defines a name, the definition is used.
 local caller = require "ps.core.caller"
 local nearest = require "ps.core.nearest"
 
 local foreign = {}
 
-local NAMES                                                -- the table of foreign_names.lua, once loaded
+local NAMES                                                -- the table of foreign_names.lua; nil until it is loaded
 local function names_of(place)
   NAMES = NAMES or require "ps.core.foreign_names"
   return NAMES[place]
 end
 
--- Form of a name in errors, by place. Names of a public table ps.X have the form "ps.X.%s".
+-- The form of a name in errors, by place. A name in a public table ps.X has the form "ps.X.%s".
 local WHOLE = setmetatable({ ps = "ps.%s", nn = "nn.%s", optimizer = "optimizer:%s", t = "t:%s",
   scaler = "scaler:%s", module = "module:%s", model = "model:%s", schedule = "schedule.%s", loader = "loader:%s" },
   { __index = function(_, place) return "ps." .. place .. ".%s" end })
 
-local made = {}                                     -- stand-ins, keyed by place and name
+local made = {}                                     -- the stand-ins that exist, by place and name
 
 local function stand_in(place, name, text)
   local whole = WHOLE[place]:format(name)
@@ -32,7 +33,7 @@ local function stand_in(place, name, text)
   return setmetatable({}, meta)
 end
 
---- Returns the stand-in for a name that other libraries have, or nil for an unknown name.
+--- Returns the stand-in for a name that other libraries have. Returns nil for an unknown name.
 ---@param place string a key of foreign_names.lua
 ---@param name any
 ---@return table?
@@ -45,7 +46,7 @@ function foreign.find(place, name)
   return made[key]
 end
 
---- Returns the text about a name that other libraries have as ": write ...", or nil for an unknown name.
+--- Returns the text ": write ..." about a name that other libraries have. Returns nil for an unknown name.
 ---@param place string a key of foreign_names.lua
 ---@param name string
 ---@return string?
@@ -54,22 +55,22 @@ function foreign.advice(place, name)
   return text and ": " .. text
 end
 
--- Tables to whose names errors can refer, with the functions has(name) and names(), and the order in which they are
--- searched for a name that another table lacks.
+-- Tables whose names errors can suggest. Each has the functions has(name) and names(). ORDER is the order in which they
+-- are searched for a name that another table lacks.
 local homes, ORDER = {}, { "ps", "F", "t", "nn", "optim", "sched" }
 
 local function form_of(place) return place == "nn" and "ps.nn.%s" or WHOLE[place] end
 
---- Registers a table of names, so that an error about a missing name can suggest one of them.
+--- Registers a table of names. An error about a missing name can then suggest one of them.
 ---@param place string "t", "ps", or X for a table ps.X
 ---@param has fun(name: string): boolean
 ---@param names fun(): string[]
 function foreign.home(place, has, names) homes[place] = { has = has, names = names } end
 
--- tables of torch_names.lua that apply to a place
+-- The lists of torch_names.lua that apply to each place.
 local LISTS = { ps = { "ops" }, t = { "ops" }, F = { "F", "ops" }, nn = { "nn" } }
 
---- Returns the text about a name that PyTorch has and psluajit lacks, or nil for other names.
+--- Returns the text about a name that PyTorch has and psluajit lacks. Returns nil for other names.
 ---@param place string "ps", "t", "F" or "nn"
 ---@param name string
 ---@return string?
@@ -83,8 +84,8 @@ function foreign.lacks(place, name)
   end
 end
 
---- Returns the end of an error about a missing name: "; write t:view(...)", or how to compute a function of PyTorch, or
---- the nearest name, or an empty text.
+--- Returns the end of an error about a missing name. It is "; write t:view(...)" if another table has the name, a text
+--- about a function of PyTorch that psluajit lacks, a suggestion of the nearest name, or "".
 ---@param place string the table that lacks the name
 ---@param name string
 ---@return string
@@ -104,7 +105,7 @@ function foreign.instead(place, name)
 end
 
 --- Returns the stand-in for a name that other libraries have. Any other unknown name is an error that names the nearest
---- known one.
+--- known name.
 ---@param place string "ps", or X for a table ps.X
 ---@param name any
 ---@return table?
@@ -114,7 +115,7 @@ function foreign.known(place, name)
   caller.error(("%s does not exist%s"):format(WHOLE[place]:format(name), foreign.instead(place, name)))
 end
 
---- Sets a metatable that returns the stand-ins of a place for a table's missing names.
+--- Gives a table a metatable that returns the stand-ins of a place for the table's missing names.
 ---@param t table without a metatable
 ---@param place string
 ---@return table t
@@ -122,8 +123,8 @@ function foreign.stand(t, place)
   return setmetatable(t, { __index = function(_, name) return foreign.find(place, name) end })
 end
 
---- Makes a missing name of a public table ps.X an error, as foreign.known. psluajit's own files read names that may be
---- missing by rawget. Returns values that are not tables unchanged.
+--- Makes reading a missing name of a public table ps.X call foreign.known. psluajit's own files use rawget for names
+--- that may be missing. A value that is not a table, or that already has an __index, is returned unchanged.
 ---@param t any
 ---@param place string X
 ---@return any t
@@ -137,12 +138,12 @@ function foreign.public(t, place)
   return setmetatable(t, meta)
 end
 
---- Returns whether there are names for a place.
+--- Returns whether foreign_names.lua has names for a place.
 ---@param place string
 ---@return boolean
 function foreign.is_place(place) return names_of(place) ~= nil and place ~= "formulas" end
 
---- Returns the names of a place. A spec uses it.
+--- Returns the names of a place, for a spec.
 ---@param place string
 ---@return table<string, string> names what to write instead, by name
 function foreign.names(place) return names_of(place) end

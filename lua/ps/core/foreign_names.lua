@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit lacks, and what to write instead
--- (foreign.lua). Loaded when a script first asks for a name that an object lacks.
+-- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit lacks, and what to write instead (see
+-- foreign.lua). This file is loaded when a script first asks for a name that an object lacks.
 local PRECISION = "write ps.autocast(\"bf16\", function() ... end), or bf16 = { enabled = true } or fp16 = { enabled = "
   .. "true } into the configuration of ps.initialize"
 local LOOP = "the loop is model:backward(loss); optimizer:step()"
@@ -51,7 +51,7 @@ return {
     int64 = "types are strings: \"int64\"", long = "types are strings: \"int64\"",
     uint8 = "types are strings: \"uint8\"", bool = "types are strings: \"bool\"",
   },
-  -- How to compute functions of PyTorch (torch_names.lua) from x and y, which are tensors, and the dimension d.
+  -- How to compute functions of PyTorch (torch_names.lua). In the formulas, x and y are tensors and d is a dimension.
   formulas = {
     absolute = "x:abs()", acosh = "(x + (x * x - 1):sqrt()):log()", adjoint = "x:transpose(-2, -1)",
     aminmax = "x:amin(), x:amax()", arccosh = "(x + (x * x - 1):sqrt()):log()",

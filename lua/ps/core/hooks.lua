@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Subscriptions: functions that are called when another part of the library reports an event. They let a lower file
--- (ps.ffi, ps.scope, ps.nn) reach higher files that it does not know. A listener stays until it is removed.
+-- Subscriptions: functions that are called when another part of the library reports an event. With them, a file of a
+-- lower layer (ps.ffi, ps.scope, ps.nn) can call files of higher layers without knowing them. A subscribed function is
+-- called a listener. It stays subscribed until it is removed.
 local hooks = {}
 
--- The events. Each text names the listener's arguments, the situation, and for `ask` the expected answer. `ask` returns
--- the first answer that is not nil or false.
+-- The events. Each text names the listener's arguments and describes the situation. If hooks.ask reports the event, the
+-- text also describes the expected answer. hooks.ask returns the first answer that is not nil or false.
 local EVENTS = {
   memory = "nothing: memory ran out, and collecting did not help. Answer: true if the listener freed some",
   memory_short = "nothing: an error says that memory ran out. Answer: the largest holders, a list with a text",
@@ -49,7 +50,7 @@ local EVENTS = {
   ranks_wanted = "ranks: the mesh of a script needs this number of ranks, or a multiple, and the run has another "
     .. "number. Answer: how to start that number",
 }
-local listeners = {}  -- listeners by event; a list is never changed, only replaced
+local listeners = {}  -- lists of listeners by event; a list is never changed, only replaced by a new list
 for event in pairs(EVENTS) do listeners[event] = {} end
 
 --- Calls fn whenever an event occurs.
@@ -68,7 +69,7 @@ function hooks.on(event, fn)
   end
 end
 
---- Calls all listeners of an event. An error of a listener is raised.
+--- Calls all listeners of an event. An error that a listener raises is passed to the caller.
 ---@param event string
 ---@param ... any
 function hooks.tell(event, ...)
@@ -81,7 +82,7 @@ end
 ---@return boolean
 function hooks.heard(event) return #listeners[event] > 0 end
 
---- Returns the first answer of the listeners that is not nil or false.
+--- Calls the listeners of an event until one returns an answer that is not nil or false. Returns this answer, or nil.
 ---@param event string
 ---@param ... any
 ---@return any

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Servers of lua-http 0.4 that survive every request.
+-- Creates servers of lua-http 0.4 and corrects faults of lua-http, so that no request can stop a server.
 local caller = require "ps.core.caller"
 local ffi = require "ffi"
 
@@ -7,10 +7,10 @@ local http_server = {}
 
 ffi.cdef "int getsockopt(int socket, int level, int name, void *value, unsigned *nbytes);"
 local IPPROTO_TCP, TCP_INFO, ESTABLISHED = 6, 11, 1
-local MOST_DISCARDED, DISCARD_S = 2 ^ 24, 5                -- bytes and seconds that the rest of a body may take
+local MOST_DISCARDED, DISCARD_S = 2 ^ 24, 5                -- limits of a discarded body: bytes and seconds
 local info, nbytes = ffi.new "uint8_t[256]", ffi.new "unsigned[1]"
 
---- Ends the process if a caught error is Ctrl-C.
+--- Ends the process if an error that was caught is Ctrl-C.
 ---@param problem any
 ---@param who string the program's name
 function http_server.end_if_interrupted(problem, who)
@@ -19,16 +19,17 @@ function http_server.end_if_interrupted(problem, who)
   os.exit(130)
 end
 
---- Returns a function for lua-http's option `onerror`. A client that disconnects is not an error, but Ctrl-C can end
---- the code that answers a request.
+--- Returns a function for lua-http's option `onerror`. A client that disconnects is not an error. Ctrl-C can be raised
+--- in the code that answers a request, and then ends the process.
 ---@param who string the program's name
 ---@return fun(server: table, context: table, op: string, why: any)
 function http_server.onerror(who)
   return function(_, _, _, why) http_server.end_if_interrupted(why, who) end
 end
 
---- Returns whether a stream's client has closed its side of the TCP connection, or cancelled the stream. The socket
---- cannot be read for this: lua-http shuts its reading side down after a request with "Connection: close".
+--- Returns whether a stream's client has closed its side of the TCP connection or cancelled the stream. The function
+--- asks for the state of the TCP connection. It cannot read from the socket instead, because lua-http shuts down the
+--- socket's reading side after a request with "Connection: close".
 ---@param stream table
 ---@return boolean
 function http_server.disconnected(stream)
@@ -39,21 +40,23 @@ function http_server.disconnected(stream)
   return info[0] ~= ESTABLISHED                            -- the first byte is the state
 end
 
---- Ends a stream without a reply, or within its reply. Over HTTP/2 it is reset; over HTTP/1 its connection ends.
+--- Ends a stream without a reply, or in the middle of its reply. An HTTP/2 stream is reset. For HTTP/1, the connection
+--- is closed.
 ---@param stream table
 function http_server.drop(stream)
   local connection, state = stream.connection, stream.state
   if connection.version >= 2 then
     if state == "closed" or state == "idle" then return end
     if stream:rst_stream(require("http.h2_error").errors.CANCEL, 0) then return end
-  end                                                      -- the reset cannot be sent: the client reads nothing
+  -- If the reset cannot be sent, the client reads nothing from this connection, and the connection is closed below.
+  end
   if connection.socket then connection.socket:shutdown() end
   if stream.state == "closed" or connection.pipeline and connection.pipeline:peek() ~= stream then return end
   stream:set_state "closed"                                -- so that stream:shutdown() reads no body
 end
 
--- Makes stream:shutdown(), which calls step until the body is read, end when a step reads nothing. lua-http would loop
--- forever if the client closed the connection within the body.
+-- Makes stream:shutdown() stop if the client closed the connection in the middle of the body. shutdown() calls step
+-- until the body is read. Without this change it would loop forever, because each step would read nothing.
 local function end_without_progress(stream)
   if stream.connection.version >= 2 then return end
   local step = stream.step
@@ -66,8 +69,8 @@ local function end_without_progress(stream)
 end
 
 -- Reads and discards the rest of a request's body after the reply. If the server closed a connection on which data
--- still arrives, the client could lose the reply. Some HTTP/2 clients, such as curl 7.88, discard the reply of a stream
--- that is reset, also if the reset has no error code.
+-- still arrived, the client could lose the reply. A reset of an HTTP/2 stream does not help: some clients, such as curl
+-- 7.88, discard the reply of a stream that is reset, even if the reset has no error code.
 local function discard_rest(stream)
   local now = require("cqueues").monotime
   local left, deadline = MOST_DISCARDED, now() + DISCARD_S
@@ -78,8 +81,8 @@ local function discard_rest(stream)
   end
 end
 
--- Makes HTTP/1 connections wait for both bytes of the line end after the headers. lua-http fails if they arrive one by
--- one.
+-- Makes HTTP/1 connections wait for both bytes of the line end after the headers. lua-http fails if the two bytes
+-- arrive separately.
 local function wait_for_line_end(connections)
   local errno, read_header = require "cqueues.errno", connections.read_header
   function connections:read_header(timeout)
@@ -89,8 +92,8 @@ local function wait_for_line_end(connections)
   end
 end
 
--- Makes a step of an HTTP/2 connection fail after the client has closed it. lua-http's loops, which wait for a frame,
--- would run without a pause until their timeouts.
+-- Makes a step of an HTTP/2 connection fail after the client has closed the connection. Otherwise lua-http's loops that
+-- wait for a frame would run without a pause until their timeouts.
 local function fail_at_end(connections)
   local errno, step = require "cqueues.errno", connections.step
   function connections:step(timeout)
@@ -102,8 +105,8 @@ local function fail_at_end(connections)
   end
 end
 
--- Makes HTTP/2 connections wait for frames after each write. lua-http waits for the events that cqueues remembers of
--- the last call, and after a write that succeeded there are none, so that nothing would wake it.
+-- Makes HTTP/2 connections wait for frames after each write. lua-http waits for the events that the last call of
+-- cqueues needs. After a successful write these are no events, so nothing would wake the connection.
 local function wait_after_writes(connections)
   local events = connections.events
   function connections:events()
@@ -112,8 +115,8 @@ local function wait_after_writes(connections)
   end
 end
 
--- Makes a server's connections wait for further requests while one is answered. lua-http stops after 10 seconds, so
--- that it would also read no window updates and resets of the HTTP/2 streams that are being answered.
+-- Makes a server's connections wait for further requests while a request is answered. lua-http stops waiting after 10
+-- seconds. It would then also stop reading window updates and resets of the HTTP/2 streams that are being answered.
 local function wait_during_answers(connections, active)
   local errno, next_stream = require "cqueues.errno", connections.get_next_incoming_stream
   function connections:get_next_incoming_stream(timeout)
@@ -124,8 +127,9 @@ local function wait_during_answers(connections, active)
   end
 end
 
--- Makes lua-http ignore data of an HTTP/2 stream that has been reset, as RFC 9113, 5.1, demands. The client sent it
--- before it received the reset. lua-http would end the connection. The data counts for the connection's window.
+-- Makes lua-http ignore data for an HTTP/2 stream that has been reset, as RFC 9113, section 5.1, demands. The client
+-- sent such data before it received the reset. lua-http would close the connection instead. The data still counts for
+-- the connection's window.
 local function ignore_data_after_reset(handlers, DATA)
   local on_data = handlers[DATA]
   handlers[DATA] = function(stream, flags, payload, deadline)
@@ -135,10 +139,10 @@ local function ignore_data_after_reset(handlers, DATA)
   end
 end
 
--- Makes HTTP/2 connections encode headers without a table of earlier headers (HPACK's dynamic table). lua-http adds
--- headers to its table even if they cannot be sent because the client has cancelled the stream. It also encodes index
--- 127 wrongly, which a header of each reply reaches after 63 replies of different lengths. In both cases the client
--- would read the headers of later replies wrongly, or end the connection.
+-- Makes HTTP/2 connections encode headers without a table of earlier headers (HPACK's dynamic table). This avoids two
+-- faults of lua-http. It adds headers to its table even if they cannot be sent because the client has cancelled the
+-- stream. It also encodes index 127 wrongly. A header of each reply reaches this index after 63 replies of different
+-- lengths. In both cases the client would read the headers of later replies wrongly or close the connection.
 local function encode_without_table()
   local contexts = getmetatable(require("http.hpack").new(0)).__index
   function contexts:encode_headers(headers)
@@ -149,7 +153,7 @@ end
 
 local mended = false
 
---- Replaces the methods of lua-http that fail, for all its connections. `onstream` calls it.
+--- Replaces the faulty methods of lua-http for all connections. `onstream` calls this function.
 function http_server.mend()
   if mended then return end
   mended = true
@@ -164,9 +168,9 @@ function http_server.mend()
   encode_without_table()
 end
 
---- Returns a function for lua-http's option `onstream`, which calls fn(stream, headers) for each request. A request
---- whose Content-Length is not a number of up to 15 digits, or whose Transfer-Encoding is empty, is ended without a
---- reply. lua-http would loop forever, or raise an error in the loop of the server.
+--- Returns a function for lua-http's option `onstream`. It calls fn(stream, headers) for each request. A request ends
+--- without a reply if its Content-Length is not a number of up to 15 digits, or if its Transfer-Encoding is empty. For
+--- such a request lua-http would loop forever or raise an error in the server's loop.
 ---@param fn fun(stream: table, headers: table)
 ---@return fun(server: table, stream: table)
 function http_server.onstream(fn)
@@ -185,7 +189,8 @@ function http_server.onstream(fn)
   end
 end
 
---- Runs a server until the process ends. An error outside of `onstream` ends its connection, not the server.
+--- Runs a server until the process ends. If an error is raised outside of `onstream`, only its connection ends, not the
+--- server.
 ---@param server table a server of lua-http that listens
 ---@param who string the program's name, for notes on stderr
 function http_server.loop(server, who)

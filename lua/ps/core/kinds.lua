@@ -1,32 +1,34 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Computes the bytes of a chunk of each kind (PS_KIND_ of src/ps.h). An update reads chunks of several kinds at once,
--- so their tensors begin at different offsets, for the reason given at PS_KIND_SHIFT (src/ps.h).
+-- Computes the size in bytes of a chunk of each kind (PS_KIND_ of src/ps.h). An update reads chunks of several kinds at
+-- once. In these chunks, the tensors begin at different offsets, for the reason given at PS_KIND_SHIFT (src/ps.h).
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
 
 local kinds = {}
 
-local PAGE = 4096                       -- unit of chunk sizes, in bytes
-local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in smaller chunks, offsets would waste memory
+local PAGE = 4096                       -- chunk sizes are multiples of this number of bytes
+-- Tensors begin at an offset only if the elements of their chunk have at least this size in bytes. In a smaller chunk
+-- the offset would waste memory.
+local SHIFTED_FROM = 2 ^ 20
 local function size_of(dtype) return tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
---- names by kind number, and kind numbers by name
+--- The names of kinds by number, and the numbers of kinds by name.
 kinds.name, kinds.number = {}, {}
 for i = 0, C.PS_KIND_STATE - 1 do
   local name = ffi.string(C.ps_kind_name(i))
   kinds.name[i], kinds.number[name] = name, i
 end
 
--- offset of each kind, in units of PS_KIND_SHIFT; states that never exist together may share an offset
+-- The offset of each kind, in units of PS_KIND_SHIFT. States that never exist at the same time may share an offset.
 local PLACE = { param = 0, param_fp32 = 1, grad = 4 }
 local PLACE_OF_STATE = { 2, 3, 5, 6, 7, 8 }
-local ALIKE = 3  -- in chunks of fp32 states, the size has room for offsets up to this one
+local ALIKE = 3  -- the size of each fp32 chunk of masters or states has room for at least this offset
 local LAST = PLACE_OF_STATE[#PLACE_OF_STATE]
 
---- Adds a kind of chunks for a state of optimizers, if the kind is new.
+--- Adds a kind of chunks for an optimizer state, unless the kind exists.
 ---@param name string
 ---@param place integer index among the states of its optimizer, from 1
----@param instead? string the kind that it replaces, whose offset it gets
+---@param instead? string the kind that the new kind replaces; the new kind gets its offset
 function kinds.add_state(name, place, instead)
   if kinds.number[name] then return end
   local number = C.ps_kind_state(name)
@@ -35,7 +37,8 @@ function kinds.add_state(name, place, instead)
   PLACE[name] = instead and PLACE[instead] or PLACE_OF_STATE[place]
 end
 
---- Returns the largest number of bytes by which a chunk of any kind with `numel` fp32 elements exceeds its elements.
+--- Returns an upper bound of the number of bytes by which a chunk with `numel` fp32 elements is larger than its
+--- elements. The bound holds for chunks of all kinds.
 ---@param numel integer
 ---@return integer
 function kinds.most_extra(numel)
@@ -47,15 +50,16 @@ local function start_at(place, numel, dtype)
   return numel * size_of(dtype) >= SHIFTED_FROM and place * C.PS_KIND_SHIFT or 0
 end
 
---- Returns the byte offset of the first tensor in a chunk of a kind that holds `numel` elements of a type.
+--- Returns the offset in bytes of the first tensor in a chunk. The chunk has the given kind and holds `numel` elements
+--- of a type.
 ---@param kind string
 ---@param numel integer
 ---@param dtype string
 ---@return integer
 function kinds.start(kind, numel, dtype) return start_at(PLACE[kind], numel, dtype) end
 
---- Returns the size in bytes of a chunk of a kind that holds `numel` elements of a type. Chunks of masters and of the
---- first two fp32 states have the same size, since each can reuse the memory of another.
+--- Returns the size in bytes of a chunk. The chunk has the given kind and holds `numel` elements of a type. Chunks of
+--- masters and of the first two fp32 states have the same size, so that each can reuse the memory of another.
 ---@param kind string
 ---@param numel integer
 ---@param dtype string

@@ -1,18 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Removes the temporary files NAME.tmp-PID-NUMBER that killed processes left. A process that runs removes its own
--- (src/io/file.c).
+-- Removes temporary files that remained when processes were killed. Their names are NAME.tmp-PID-NUMBER. A process that
+-- is not killed removes its own temporary files (src/io/file.c).
 local native = require "ps.core.ffi"
 local lfs = require "lfs"
 
 local leftovers = {}
 
--- A process may run on another machine that shares the folder. Its file counts as in use if it was written recently.
+-- A process on another machine may share the folder. Its temporary file counts as in use if it was written to in the
+-- last WRITING_S seconds.
 local WRITING_S = 60
 
---- Removes temporary files of processes that do not exist.
+--- Removes the temporary files of processes that no longer exist.
 ---@param folder string
----@param pattern string Lua's pattern for NAME
----@param age_s? number the smallest age of files to remove, in seconds since they were last written (default 60)
+---@param pattern string Lua pattern for NAME
+---@param age_s? number only files that were last written more than this number of seconds ago are removed (default 60)
 function leftovers.remove(folder, pattern, age_s)
   if lfs.attributes(folder, "mode") ~= "directory" then return end
   for name in lfs.dir(folder) do
@@ -27,8 +28,8 @@ end
 
 local target = native.ffi.new "char[4096]"
 
---- Removes the temporary files that killed processes left while they wrote a file. If the path is a link, they are next
---- to the file to which it leads.
+--- Removes the temporary files of one file, which killed processes left while they wrote it. If the path is a link, the
+--- temporary files are next to the file that the link leads to.
 ---@param path string the file
 function leftovers.of(path)
   native.check(native.C.ps_file_target(path, target, native.ffi.sizeof(target)))

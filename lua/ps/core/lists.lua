@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Extends Lua's functions on lists to lists of modules (ps.nn.ModuleList), whose items count from 0. ipairs and pairs
--- return 0, first; 1, second; and so on, unpack returns the modules, and table.insert and table.remove call the list's
--- methods. Lua's own functions would read the table that stands for the list, which is empty. They still get all other
--- values. The program loads this file before the script.
+-- return 0 and the first module, then 1 and the second, and so on. unpack returns the modules. table.insert and
+-- table.remove call the list's methods. Without this file, Lua's functions would read the table that represents the
+-- list, which is empty. For all other values, Lua's own functions are called. The program loads this file before the
+-- script.
 --
--- A list's metatable has its functions in `ps_list`: each, get, size, insert, remove. The operator # cannot be changed:
--- it returns 0 for every list (ps.nn.container).
+-- The metatable of a list has the list's functions in its field `ps_list`: each, get, size, insert and remove. The
+-- operator # cannot be changed. It returns 0 for every list (ps.nn.container).
 local ffi = require "ffi"
 local raw_ipairs, raw_pairs, raw_next, raw_unpack = ipairs, pairs, next, unpack
 local raw_insert, raw_remove, raw_getn = table.insert, table.remove, table.getn
@@ -13,8 +14,8 @@ local getmetatable, type, select = getmetatable, type, select
 
 local lists = {}
 
--- Returns the functions of a list of modules, and the list, or nil for any other value. For a model of ps.initialize
--- whose module is a list, returns the module's functions and the module (ps_module_of).
+-- Returns the functions of a list of modules and the list, or nil for any other value. A model of ps.initialize may
+-- have such a list as its module. For such a model, returns the module's functions and the module (ps_module_of).
 local function list_of(value)
   if type(value) ~= "table" then return nil end
   local meta = getmetatable(value)
@@ -23,7 +24,7 @@ local function list_of(value)
   return meta.ps_list, value
 end
 
--- iterators of cdata for ipairs and pairs: { type, function }
+-- The iterators for values of C types. Each entry is { type, function }.
 local cdata = {}
 
 --- Makes ipairs and pairs iterate over values of a C type.
@@ -40,9 +41,9 @@ end
 ---@return boolean
 function lists.is_list(value) return list_of(value) ~= nil end
 
---- Lua's next, never compiled. The LuaJIT of Debian 12 compiles it wrongly: loops over it end early (LuaJIT's issues
---- 827 and 1510). A compiled call can also lose the upper half of the address of a key or value (issue 829). The key is
---- then another value, or the program crashes.
+--- Lua's next, which is never compiled. The LuaJIT of Debian 12 compiles next wrongly: loops over it end early (issues
+--- 827 and 1510 of LuaJIT). A compiled call can also lose the upper half of the address of a key or value (issue 829).
+--- The key or value is then wrong, or the program crashes.
 ---@param t table
 ---@param key? any
 ---@return any key

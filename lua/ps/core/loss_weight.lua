@@ -1,15 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Finds the weight of a loss, the divisor of its mean. Losses of micro-batches, ranks and evaluation batches are
--- averaged by these weights. The loss functions (F.cross_entropy, F.lm_loss, F.nll_loss, nn.ParallelLMHead's) note the
--- weight of their targets, so that every ignore_index and class weight counts. A loss that a script makes from noted
--- losses, by factors or as a sum, has the weight of these losses; the tape records which ops made it. A loss made from
--- losses of different weights has no weight.
+-- Finds the weight of a loss. The weight is the divisor of the loss's mean. The engine averages the losses of
+-- micro-batches, ranks and evaluation batches with these weights.
+-- The loss functions (F.cross_entropy, F.lm_loss, F.nll_loss, and nn.ParallelLMHead's function) note the weight of
+-- their targets, which takes ignore_index and class weights into account. A script may scale noted losses, or add
+-- losses of equal weight. The result has the weight of these losses, and the tape records which ops made it. A loss
+-- that combines losses of different weights has no weight.
 --
--- A note also has the hits of a loss: the number of targets whose logit is the largest of its row (of equal ones, the
--- first). The ops count hits only while a user of loss_weight.watch reads them.
+-- A note also has the hits of a loss. A hit is a target whose logit is the largest of its row. If several logits are
+-- equal, the first one counts as the largest. The ops count hits only while a user of loss_weight.watch reads them.
 --
--- A note stores the index of the op that made the loss, not the loss itself, which may be collected before backward. A
--- note holds only numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
+-- A note stores the index of the op that made the loss. It does not store the loss itself, which may be collected
+-- before backward. A note holds only numbers and host tensors of labels, and never a loss with a history, so it keeps
+-- no graph alive.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"
@@ -20,30 +22,30 @@ local number_array, found_array = array "int64_t", array "int8_t"
 
 local loss_weight = {}
 
-local MOST = 256                    -- largest number of notes; some losses never reach a backward
+local MOST = 256  -- largest number of notes; the number is limited because some losses never reach a backward
 
 ---@class ps.LossNote
 ---@field op integer index of the op that made the loss, or -1 if the op was not recorded
 ---@field loss? ps.Tensor the loss, if it has no history
 ---@field inside boolean whether the loss was made within a function that ps.recompute ran
----@field places number number of its targets, including ignored ones
----@field count? number|ps.Tensor weight of the targets; a tensor of one element is on a device
+---@field places number number of its targets, including ignored targets
+---@field count? number|ps.Tensor weight of the targets; if it is on a device, a tensor of one element
 ---@field labels? ps.Tensor targets on the host, as the script passed them, if `count` is not yet known
----@field ignore? integer the target that does not count
+---@field ignore? integer the value of targets that do not count
 ---@field weight? ps.Tensor [V] weight of each class
----@field hits? ps.Tensor[] tensors int64 [2] with the number of hits and the number of targets that count
+---@field hits? ps.Tensor[] tensors int64 [2], each with the number of hits and the number of targets that count
 
 ---@type ps.LossNote[]
 local notes = {}
-local watching, muted = 0, 0        -- users of weights; nesting depth of code whose losses are not noted
-local scoring = 0                   -- users that need hits
+local watching, muted = 0, 0        -- number of users of weights; nesting depth of code whose losses are not noted
+local scoring = 0                   -- number of users that read hits
 ---@type ps.Tensor[]|false
-local inner = false                 -- hits of the losses made within loss_weight.as
-local pairs_of_batch = {}           -- the integer tensors of the current batch, as {on the device, on the host}
+local inner = false                 -- hits of the losses made within loss_weight.as; false outside of it
+local pairs_of_batch = {}  -- integer tensors of the current batch: { tensor on the device, tensor on the host }
 
---- Begins to note losses, for an engine, ps.train.run or ps.train.evaluate.
+--- Begins to note losses for a user: an engine, ps.train.run or ps.train.evaluate.
 ---@param hits? boolean whether the user also reads hits
----@return fun() off ends it; a second call does nothing
+---@return fun() off ends the noting; a second call does nothing
 function loss_weight.watch(hits)
   local on, more = true, hits and 1 or 0
   watching, scoring = watching + 1, scoring + more
@@ -63,7 +65,7 @@ local function add_pairs(list, there, here, depth)
   end
 end
 
---- Begins a batch. The model's targets are counted on the host, where the script has them, so that the host need not
+--- Begins a batch. If the script has the model's targets on the host, they are counted there, so that the host need not
 --- wait for a device.
 ---@param given any[] the model's arguments as the script passed them, and their number n
 ---@param args any[] the model's arguments on the device
@@ -78,8 +80,8 @@ end
 --- Drops the batch and all notes.
 function loss_weight.forget() notes, pairs_of_batch = {}, {} end
 
--- Returns the script's own tensor of targets, or nil if ops made the targets or the script did not pass them to the
--- model.
+-- Returns the script's own tensor of targets. Returns nil if ops made the targets or if the script did not pass them to
+-- the model.
 local function given_as(target)
   for _, pair in ipairs(pairs_of_batch) do
     local there = pair[1]
@@ -90,8 +92,8 @@ local function given_as(target)
   end
 end
 
---- Records that a tensor has the same counting targets as another one, in any order and with any number of -100. A
---- model that packs its labels calls this. If the script has the other tensor on the host, the targets are counted
+--- Records that two tensors have the same targets that count. Their order and the number of -100 values may differ. A
+--- model that packs its labels calls this function. If the script has `target` on the host, the targets are counted
 --- there.
 ---@param packed ps.Tensor
 ---@param target ps.Tensor
@@ -101,7 +103,7 @@ function loss_weight.stands_for(packed, target)
 end
 
 -- -- notes ------------------------------------------------------------------------------------------------------------
--- Returns the weight of targets as a tensor of one element.
+-- Returns the weight of targets, as a tensor of one element.
 local function sum_of(target, ignore, weight)
   local counts = target:ne(ignore)
   if weight == nil then return counts:sum() end
@@ -109,9 +111,9 @@ local function sum_of(target, ignore, weight)
   return (weight:to("fp64"):gather(0, classes) * counts:reshape(-1):to("fp64")):sum()
 end
 
-local on_host = setmetatable({}, { __mode = "k" })       -- {version, copy} by tensor of class weights
+local on_host = setmetatable({}, { __mode = "k" })       -- { version, copy } by tensor of class weights
 
--- Returns class weights on the host, which waits once for each version of their values.
+-- Returns class weights on the host. The host waits for the device once for each version of the values.
 local function host_copy(weight)
   if native.on_host(weight) then return weight end
   local version, known = C.ps_tensor_version(weight), on_host[weight]
@@ -130,18 +132,18 @@ local function add(loss, note)
   return loss
 end
 
--- Returns whether a loss must be noted. The second run of a segment, in backward, repeats losses that are noted
--- already.
+-- Returns whether a loss must be noted. In backward, the second run of a segment repeats losses that are already noted.
 local function notes_it(loss)
   return watching > 0 and muted == 0 and native.device_info(loss.device_).has_data ~= 0
     and not (scope.segment and scope.segment.again)
 end
 
---- Returns the attribute want_hits of the ops of losses, which is 1 while a user reads hits.
+--- Returns the value of the attribute want_hits for the ops of losses. It is 1 while a user reads hits, and 0
+--- otherwise.
 ---@return 0|1
 function loss_weight.wants_hits() return scoring > 0 and 1 or 0 end
 
--- Keeps the hits of a note beyond the scope of the forward.
+-- Keeps the tensors of hits alive after the scope of the forward has ended.
 local function kept(hits)
   if hits == nil then return nil end
   hits:keep()
@@ -149,14 +151,14 @@ local function kept(hits)
   return { hits }
 end
 
---- Notes a loss. A mean has the weight of its targets, and a sum the weight 1. Reduction "none" makes no single loss,
---- so nothing is noted.
+--- Notes a loss. A mean has the weight of its targets. A sum has the weight 1. With the reduction "none" there is no
+--- single loss, so nothing is noted.
 ---@param loss ps.Tensor
 ---@param reduction string|nil "mean" (default), "sum" or "none"
 ---@param target ps.Tensor integers
----@param ignore? integer the target that does not count (default -100)
+---@param ignore? integer the value of targets that do not count (default -100)
 ---@param weight? ps.Tensor [V] weight of each class
----@param hits? ps.Tensor int64 [2] number of hits, and of targets that count
+---@param hits? ps.Tensor int64 [2] number of hits and number of targets that count
 ---@return ps.Tensor loss
 function loss_weight.note(loss, reduction, target, ignore, weight, hits)
   if reduction == "none" then return loss end
@@ -186,7 +188,7 @@ function loss_weight.without(fn, ...)
   return done(pcall(fn, ...))
 end
 
---- Calls fn, which combines several losses into one, and notes the result with `weight`.
+--- Calls fn, which combines several losses into one loss, and notes this loss with `weight`.
 ---@param fn fun(): ps.Tensor
 ---@param weight number
 ---@return ps.Tensor loss
@@ -216,7 +218,7 @@ local function count_of(note)
   return note.count
 end
 
--- Returns the notes of the losses from which a loss was made.
+-- Returns the notes of the losses that a loss was made from.
 local function notes_in(loss)
   local list, made = {}, {}
   for _, note in ipairs(notes) do if note.op >= 0 then made[#made + 1] = note end end
@@ -234,10 +236,10 @@ local function notes_in(loss)
   return list
 end
 
---- Returns the weight of a loss, from the ops that made it. A loss without history has the weight of all losses since
---- loss_weight.begin. The host waits for targets that ops made on a device.
+--- Returns the weight of a loss. The recorded ops of the loss determine it. A loss without history has the weight of
+--- the losses noted since loss_weight.begin. If ops made the targets on a device, the host waits for them.
 ---@param loss ps.Tensor
----@return ps.Targets? weight nil if it was made from no noted loss
+---@return ps.Targets? weight nil if the loss was made from no noted loss
 function loss_weight.of(loss)
   local found
   for _, note in ipairs(notes_in(loss)) do
@@ -253,8 +255,8 @@ function loss_weight.of(loss)
   return found
 end
 
---- Returns the hits of a loss, as counted by the ops that made it: targets whose logit is the largest of its row, or
---- the first of several equal ones. The host waits for the device that counted them.
+--- Returns the hits of a loss, as the loss's ops counted them. A hit is a target whose logit is the largest of its row,
+--- or the first of several equal ones. The host waits for the device that counted the hits.
 ---@param loss ps.Tensor
 ---@return number? hits nil if no op of the loss counted them
 ---@return number? targets number of targets that count
@@ -269,7 +271,7 @@ function loss_weight.score(loss)
   return hits, targets
 end
 
---- Drops the notes of the losses from which a loss was made. Its backward begins.
+--- Drops the notes of the losses that a loss was made from. Called when the backward of the loss begins.
 ---@param loss ps.Tensor
 function loss_weight.used(loss)
   local gone = {}

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Notes about characters that a vocabulary cannot spell: it has neither a token for them nor an unknown token, so the
--- ids leave them out (src/data/tok_bpe.c). The package tokenizers leave them out, too, in silence.
+-- Notes about characters that a vocabulary cannot spell. The vocabulary has neither a token for such a character nor an
+-- unknown token, so the ids leave the character out (src/data/tok_bpe.c). The Python package tokenizers also leaves out
+-- such characters, but silently.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 
@@ -8,10 +9,10 @@ local lost = {}
 
 local function code_point(found) return ("U+%04X"):format(tonumber(found.first)) end
 
---- Returns the note about data that was tokenized, as a line.
+--- Returns a line that says how many characters the vocabulary could not spell in data that was tokenized.
 ---@param path string the vocabulary's file or folder
----@param found ffi.cdata*|table ps_tok_lost, or its fields, whose `characters` is not 0
----@param place string where the first character is, such as "rows[2]"
+---@param found ffi.cdata*|table ps_tok_lost, or a table with its fields; `characters` is not 0
+---@param place string location of the first such character, such as "rows[2]"
 ---@return string
 function lost.total(path, found, place)
   local characters, places = tonumber(found.characters), tonumber(found.places)
@@ -20,7 +21,8 @@ function lost.total(path, found, place)
     code_point(found), place)
 end
 
---- Prints a note if the last text of a tokenizer has such characters, once for each tokenizer.
+--- Prints a note if the last text of a tokenizer contained such characters. Callers call this function until it has
+--- printed a note, so each tokenizer gets at most one note.
 ---@param tokenizer ps.TextTokenizer
 ---@param place string where the text is from, such as "a conversation"
 function lost.tell(tokenizer, place)

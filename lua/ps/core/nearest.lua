@@ -2,8 +2,8 @@
 -- Finds the known word closest to a misspelt one, by edit distance.
 local nearest = {}
 
---- Returns the number of edits between two words, ignoring case: insertions, deletions, replacements and swaps of
---- adjacent letters.
+--- Returns the number of edits that turn one word into the other, ignoring case. An edit is an insertion, deletion or
+--- replacement of a letter, or a swap of two adjacent letters.
 ---@param a string
 ---@param b string
 ---@return integer

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loads the functions of ops, one per op, from a file that src/gen.lua prints. A program uses few of them, and
--- compiling all takes longer than the rest of `require "ps"`. The file is therefore read as text, and an op's lines are
--- compiled at its first use. Tracebacks still show the file's name and lines.
+-- Loads the functions of ops from a file that src/gen.lua writes. The file has one function per op. A program uses only
+-- a few ops, and compiling all functions takes longer than the rest of `require "ps"`. This file therefore reads the
+-- generated file as text, and compiles an op's lines when the op is first used. Tracebacks still show the name and the
+-- line numbers of the generated file.
 local path = require "ps.ops_generated"
 
--- the names that the file's lines use, on one line before the file's first line
+-- Declares the names that the generated lines use. They are on one line, which is compiled before an op's lines.
 local NAMES = "local ops, ffi, C, apply, error, tensor, number, more, ins = ... local type_of = type "
 local BEGIN, END = "\ndo -- op ", "\nend end\n"
 
@@ -20,7 +21,7 @@ return function(ffi, C, apply, caller)
   local text = file:read "*a"
   file:close()
 
-  local starts, at = {}, text:find(BEGIN, 1, true)         -- position of an op's lines in the file, by its name
+  local starts, at = {}, text:find(BEGIN, 1, true)         -- position of each op's lines in the file, by the op's name
   while at do
     starts[text:match("^[%w_]+", at + #BEGIN)] = at + 1
     at = text:find(BEGIN, at + #BEGIN, true)

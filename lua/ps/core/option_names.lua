@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Suggests an option for a name that a program does not have: the program's option of the same meaning for a name of
--- Hugging Face's programs or llama.cpp, or else the closest name.
+-- Suggests an option for a name that a program does not have. If a program of Hugging Face or llama.cpp has an option
+-- of this name, the suggestion is the option with the same meaning. Otherwise it is the closest name.
 local nearest = require "ps.core.nearest"
 
 local option_names = {}
 
--- Names in other programs, and the options of psluajit's programs that mean the same. The first option that the program
--- has is suggested.
+-- Names in other programs, and the options of psluajit's programs that mean the same. The first option in the list that
+-- the program has is suggested.
 local MEANINGS = {
   ["max-new-tokens"] = { "max-new" }, ["max-tokens"] = { "max-new" }, ["n-predict"] = { "max-new" },
   ["max-length"] = { "seq", "max-new" }, ["max-seq-length"] = { "seq" }, ["max-seq-len"] = { "seq" },

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Functions for scripts about the process itself: threads, a clock, signals and its size.
+-- Functions for scripts that concern the process itself: threads, a clock, signals and memory size.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local error = caller.error
@@ -20,18 +20,18 @@ end
 --- Returns the number of compute threads.
 ---@return integer
 function process.threads() return native.C.ps_threads() end
---- Returns the time of a monotonic clock in seconds.
+--- Returns the time in seconds, from a monotonic clock.
 ---@return number
 function process.now() return native.C.ps_now() end
 
 --- Makes the first Ctrl-C, SIGTERM or SIGHUP increase a counter instead of ending the process. A loop can then check
---- ps.interrupts(), save a checkpoint and exit. The next Ctrl-C or SIGTERM ends the process at once. Signals ignored
---- when the process began (nohup, a background job) stay ignored.
+--- ps.interrupts(), save a checkpoint and exit. The next Ctrl-C or SIGTERM ends the process at once. A signal that was
+--- ignored when the process began stays ignored (with nohup or in a background job, for example).
 function process.catch_interrupts() native.check(native.C.ps_interrupts_install()) end
 --- Returns the number of signals counted since ps.catch_interrupts().
 ---@return integer
 function process.interrupts() return native.C.ps_interrupts() end
---- Returns the largest resident size of this process so far.
+--- Returns the largest resident memory size of this process so far.
 ---@return integer bytes
 function process.peak_rss() return tonumber(native.C.ps_rss_peak()) end
 

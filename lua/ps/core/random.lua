@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The state of the process's random numbers, from which every op that draws them gets its stream (Philox, src/base).
+-- The state of the process's random numbers. Every op that draws random numbers gets its stream from this state
+-- (Philox, src/base).
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 
 local random = {}
 
---- Returns the state of all random numbers: seed, offset, step, sample, op (struct ps_rng of ps.h). The fields can be
---- set.
+--- Returns the state of all random numbers: seed, offset, step, sample and op (struct ps_rng of ps.h). A script may set
+--- the fields.
 ---@return ffi.cdata* ps_rng
 function random.state() return native.C.ps_rng_get(native.ctx) end
 

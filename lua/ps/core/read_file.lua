@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads whole files. file:read "*a" returns nil and the reason if the disk fails, which a caller must check.
+-- Reads whole files. If the disk fails, file:read "*a" returns nil and the reason, so each caller must check for nil.
 
---- Returns the bytes of a file, or nil, the reason with the path, and whether the file is missing.
+--- Returns the contents of a file. On failure, returns nil, the reason with the path, and whether the file is missing.
 ---@param path string
 ---@return string? text
 ---@return string? why

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Formats tables as text, with columns as wide as their cells, and byte counts with units.
+-- Formats tables as text, and byte counts with units. The columns of a table are as wide as their cells.
 local readable = {}
 
 local UNITS = { "KiB", "MiB", "GiB", "TiB" }
 
--- Returns a number of bytes of at least 1024 in a larger unit, the unit, and the number of printed digits after the
--- point.
+-- Converts a number of bytes of at least 1024 to a larger unit. Returns the converted number, the unit, and the number
+-- of digits to print after the point.
 local function in_unit(n)
   local i = 1
   n = n / 1024
@@ -22,7 +22,7 @@ function readable.bytes(n)
   return ("%." .. digits .. "f %s"):format(count, unit)
 end
 
---- Like readable.bytes, but rounds up, for a budget that is needed.
+--- Returns a byte count like readable.bytes, but rounded up. For the budget that a run needs.
 ---@param n number
 ---@return string
 function readable.at_least(n)
@@ -31,7 +31,7 @@ function readable.at_least(n)
   return ("%." .. digits .. "f %s"):format(math.ceil(count * 10 ^ digits - 1e-9) / 10 ^ digits, unit)
 end
 
---- Returns the lines of a table with a row of headings. Columns are separated by two blanks.
+--- Returns the lines of a table with a row of headings. Two blanks separate columns.
 ---@param columns {title: string, left?: boolean}[]
 ---@param rows string[][] rows of texts; a row that is a string is printed unchanged
 ---@return string[]

@@ -16,7 +16,7 @@ function rectangles.numel(shape)
   return n
 end
 
---- Returns the offset of a whole tensor, which is all zeros.
+--- Returns the offset of a rectangle that is a whole tensor. All its coordinates are 0.
 ---@param shape integer[]
 ---@return integer[]
 function rectangles.zeros(shape)
@@ -54,8 +54,8 @@ function rectangles.common(a, b)
   return { offset = offset, shape = shape }
 end
 
---- Returns where the element at `offset` lies in a tensor that stores a rectangle. The rectangle begins at `from` in
---- the whole tensor, and at `at` in this tensor.
+--- Converts the coordinates of an element in a whole tensor to its coordinates in a tensor that stores a rectangle. The
+--- rectangle begins at `from` in the whole tensor and at `at` in the storing tensor.
 ---@param offset integer[]
 ---@param from integer[]
 ---@param at? integer[] (default: zeros)
@@ -66,7 +66,7 @@ function rectangles.moved(offset, from, at)
   return to
 end
 
---- Returns a view of the elements of a tensor in a rectangle.
+--- Returns a view of the elements of a tensor that are in a rectangle.
 ---@param tensor ps.Tensor
 ---@param offset integer[]
 ---@param shape integer[]
@@ -79,7 +79,7 @@ function rectangles.view(tensor, offset, shape)
   return tensor
 end
 
---- Returns whether a rectangle is inside a tensor of this shape.
+--- Returns whether a rectangle is inside a tensor of the shape `whole`.
 ---@param whole integer[]
 ---@param offset integer[]
 ---@param shape integer[]
@@ -94,8 +94,8 @@ function rectangles.inside(whole, offset, shape)
   return true
 end
 
--- Calls fn for parts of at most `most` elements that together form a rectangle. The dimensions before d are divided
--- already.
+-- Divides a rectangle into parts of at most `most` elements, and calls fn for each part. The dimensions before d have
+-- already been divided.
 local function cut_up(offset, shape, d, most, fn)
   local row = 1
   for k = d + 1, #shape do row = row * shape[k] end
@@ -108,7 +108,7 @@ local function cut_up(offset, shape, d, most, fn)
   offset[d], shape[d] = first, size
 end
 
---- Calls fn(offset, shape) for rectangles of at most `most` elements that cover a tensor in row-major order.
+--- Calls fn(offset, shape) for rectangles of at most `most` elements. The rectangles cover a tensor in row-major order.
 ---@param shape integer[]
 ---@param most integer
 ---@param fn fun(offset: integer[], shape: integer[])
@@ -116,7 +116,8 @@ function rectangles.each(shape, most, fn)
   if rectangles.numel(shape) > 0 then cut_up(rectangles.zeros(shape), { unpack(shape) }, 1, most, fn) end
 end
 
---- Checks that pieces cover a whole tensor, each element once. Errors name the tensor and the pieces' locations.
+--- Checks that pieces cover a whole tensor, and that no element is in two pieces. Errors name the tensor and the
+--- locations of the pieces.
 ---@param name string
 ---@param shape integer[] shape of the whole tensor
 ---@param pieces ps.Rectangle[]

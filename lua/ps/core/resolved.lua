@@ -3,8 +3,9 @@
 local lfs = require "lfs"
 local stdlib = require "posix.stdlib"
 
---- Returns the absolute path that a path will have after its missing folders were created, without links, "." and
---- "..". So `model/new/..` is `model`, also before `new` exists. By contrast, the system finds nothing there.
+--- Returns the absolute path that a path will have after its missing folders have been created. Links, "." and ".." are
+--- resolved. For example, `model/new/..` is `model` even before `new` exists, although the operating system cannot find
+--- such a path.
 ---@param path string
 ---@return string
 local function resolved(path)

@@ -26,11 +26,12 @@ local function gather(list, x, depth)
   end
 end
 
--- Entries at which C stops a backward walk, by C's id: a recompute segment (below), a function of the script
--- (autograd/function.lua), or hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) runs the entry.
---   args   the arguments of a segment. Tensors among them are bare references, which this file releases: each holds the
---          previous segment, so the collector would free only one segment of a chain per cycle.
---   leaf   the tensor that has the hooks. It is not a reference; C reports when the tensor is freed.
+-- The entries at which C stops a backward walk, by C's id. An entry is a recompute segment (below), a function of the
+-- script (autograd/function.lua), or the hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) runs the
+-- entry.
+--   args: the arguments of a segment. Tensors among them are bare references, which this file releases. Each of them
+--         holds the previous segment, so Lua's collector would free only one segment of a chain per cycle.
+--   leaf: the tensor that has the hooks. It is not a reference. C reports when the tensor is freed.
 ---@type table<integer, {resume: fun(entry: table, number: integer, factor?: number), args?: any[],
 ---  reads_engine?: boolean, leaf?: ffi.cdata*}>
 local waiting = {}
@@ -46,7 +47,7 @@ local function hold_args(segment)
   end
 end
 
---- Returns the arguments for another call of the function.
+--- Returns the arguments of a segment for another call of its function.
 local function lend_args(segment)
   local args = { n = segment.args.n }
   for i = 1, args.n do
@@ -67,7 +68,7 @@ local function forget(id)
   end
 end
 
--- Drops the functions whose backward has finished. Returns whether there were any.
+-- Drops the functions whose backward has finished. Returns whether any function was dropped.
 local function forget_reaped()
   local any = false
   while true do
@@ -78,9 +79,9 @@ local function forget_reaped()
   end
 end
 
---- Drops functions that read parameters of an engine that is about to be closed, and the hooks of these parameters. A
---- function may hold the model, which may hold one of the function's outputs and thus its segment. The collector cannot
---- see this cycle, because it passes through C.
+--- Drops the functions that read parameters of an engine, and the hooks of these parameters. Called when the engine is
+--- about to be closed. A function may hold the model, and the model may hold an output of the function and thus its
+--- segment. The collector cannot see this cycle, because the cycle passes through C.
 function M.engine_closes()
   forget_reaped()
   for id, entry in pairs(waiting) do
@@ -91,7 +92,7 @@ end
 M.segments_end = newproxy(true)                -- drops the remaining entries when the program ends
 getmetatable(M.segments_end).__gc = function() for id in pairs(waiting) do forget(id) end end
 
---- Frees tensors that nothing refers to, and the arguments that recompute keeps for functions whose backward has
+--- Frees tensors that nothing refers to. Also frees the arguments that recompute keeps for functions whose backward has
 --- finished.
 function M.collect()
   native.collect()
@@ -99,21 +100,22 @@ function M.collect()
   native.collect()
 end
 
---- Runs Lua's collector once, and again only if a function's arguments became free. Otherwise a second run would free
---- more only if a script's finalizers drop tensors.
+--- Runs Lua's collector once. Runs it a second time only if the arguments of a function became free. In other cases a
+--- second run would free more only if a script's finalizers drop tensors.
 function M.collect_tensors()
   native.collect()
   if forget_reaped() then native.collect() end
 end
 
---- Collects garbage like M.collect, and also what compiled code holds. LuaJIT's traces keep the closures and tables
---- that they used, and thus a whole model to which nothing else refers. Compiling the traces again takes milliseconds.
+--- Collects garbage like M.collect, and also frees the objects that only compiled code holds. LuaJIT's traces hold the
+--- closures and tables that they used, so they may hold a whole model to which nothing else refers. Compiling the
+--- traces again takes milliseconds.
 function M.collect_all()
   jit.flush()
   M.collect()
 end
 
---- Returns the tensors in values and nested tables, as an array for C.
+--- Collects the tensors in the arguments and in nested tables. Returns them as an array for C.
 ---@param ... any
 ---@return ffi.cdata*? pointers nil if there are none
 ---@return integer n
@@ -126,7 +128,7 @@ function M.tensors(...)
   return pointers, n
 end
 
---- Begins a scope, for code that cannot be a function of ps.scope. ps.scope_end ends it.
+--- Begins a scope. ps.scope_end ends it. For code that cannot be a function passed to ps.scope.
 ---@return integer id
 function M.begin()
   forget_reaped()
@@ -134,7 +136,7 @@ function M.begin()
   return tonumber(id_out[0])
 end
 
---- Ends a scope, together with inner scopes that are still open.
+--- Ends a scope. Inner scopes that are still open end too.
 ---@param id integer
 ---@param ... any tensors, or tables of tensors, that survive into the enclosing scope
 function M.finish(id, ...)
@@ -152,8 +154,8 @@ local function finish_scope(id, ok, ...)
   return ...
 end
 
---- Handles an error for xpcall: records its frames, and adds a traceback to a C error's table. M.caught, if set, is
---- called when an error is recorded.
+--- The error handler for xpcall. Records the frames of the error, and adds a traceback to the table of a C error. When
+--- an error is recorded, M.caught is called if it is set.
 local function trace(e)
   if getmetatable(e) == native.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
   e = caller.note(e, M.caught)
@@ -161,8 +163,8 @@ local function trace(e)
 end
 M.trace = trace
 
---- Runs fn(...) in a scope. Its end frees the bytes of the tensors made inside, except tensors that fn returns (also
---- nested in tables), kept tensors and small tensors.
+--- Runs fn(...) in a scope. At the end of the scope, the memory of the tensors made in it is freed. Exceptions are
+--- tensors that fn returns (also within tables), kept tensors and small tensors.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return any ... the results of fn
@@ -197,9 +199,9 @@ function M.enable_grad(fn, ...)
   return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
 end
 
---- Sets whether outputs of norms, GELU and SwiGLU are kept for backward (true). With false, the default, backward
---- recomputes each output of 1 MiB or more. Both settings have the same bits. Keeping the outputs takes more memory and
---- saves 1 to 2 % of the time on a GPU. Ops that have already run are not affected.
+--- Sets whether outputs of norms, GELU and SwiGLU are kept for backward. With false, the default, backward recomputes
+--- each output of 1 MiB or more. With true, the outputs are kept, which takes more memory and saves 1 to 2 % of the
+--- time on a GPU. The results of both settings are equal bit for bit. Ops that have already run are not affected.
 ---@param on boolean
 ---@return boolean was the previous setting
 function M.keep_cheap_outputs(on)
@@ -207,7 +209,7 @@ function M.keep_cheap_outputs(on)
   return C.ps_set_keep_cheap(ctx, on and 1 or 0) ~= 0
 end
 
---- Returns whether ops are recorded for backward.
+--- Returns whether ops are being recorded for backward.
 ---@return boolean
 function M.grad_enabled() return C.ps_grad_enabled(ctx) ~= 0 end
 
@@ -217,10 +219,11 @@ local function restore_offload(was, ok, ...)
   return ...
 end
 
---- Runs fn(...) and keeps the activations for its backward in host memory. The inputs of a function that ps.recompute
---- runs are evicted after it has run. Other tensors that the tape holds are evicted when the scope that made them ends
---- (a module call, for example). All are fetched before backward needs them, and copies run while ops compute.
---- Gradients do not change. Tensors under 64 KiB are not moved. On the cpu the call has no effect.
+--- Runs fn(...) and keeps the activations for its backward in host memory. If fn calls ps.recompute, the inputs of the
+--- recomputed function are evicted after that function has run. Other tensors that the tape holds are evicted at the
+--- end of the scope that made them (the end of a module's call, for example). All evicted tensors are fetched before
+--- backward needs them. Copies run while ops compute. Gradients do not change. Tensors under 64 KiB are not moved. On
+--- the cpu the call has no effect.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return any ... the results of fn
@@ -231,8 +234,8 @@ function M.offload_activations(fn, ...)
   return restore_offload(was, xpcall(fn, trace, ...))
 end
 
---- Ends a step: calls the hook "step", and collects if the step left tensors that only Lua's collector frees.
---- optimizer:step() calls it last.
+--- Ends a step. Calls the hook "step", and collects garbage if the step left tensors that only Lua's collector can
+--- free. optimizer:step() calls this function last.
 function M.end_step()
   forget_reaped()
   hooks.tell "step"
@@ -243,15 +246,15 @@ end
 -- -- recompute ------------------------------------------------------------------------------------------------------
 local function pack(...) return { n = select("#", ...), ... } end
 
--- M.segment is {segment, again, outer} while a segment's function runs, else nil. again: backward runs it a second
--- time.
+-- While a segment's function runs, M.segment is {segment, again, outer}. Otherwise it is nil. `again` is true if
+-- backward runs the function a second time. `outer` is the previous M.segment.
 local function enter(segment, again) M.segment = { segment = segment, again = again, outer = M.segment } end
 local function leave() M.segment = M.segment.outer end
 
 local carried = setmetatable({}, { __mode = "k" })   -- objects whose state is restored for a segment's second run
 
---- Registers an object whose state affects recomputed functions. A segment stores state() in its first run, and calls
---- restore(state) before its second run.
+--- Registers an object whose state affects recomputed functions. When a segment first runs, it stores state(). Before
+--- its second run, it calls restore(state).
 ---@param object {state: fun(self: table): table, restore: fun(self: table, state: table)}
 function M.carry_state(object) carried[object] = true end
 
@@ -266,13 +269,13 @@ local function set_states(all)
   for object, state in pairs(all or {}) do object:restore(state) end
 end
 
---- Runs fn(...) without keeping the activations for its backward, which runs fn again (Chen et al. 2016, "Training Deep
---- Nets with Sublinear Memory Cost"). Gradients equal the plain call's gradients bit for bit. fn must be pure: the same
---- inputs must result in the same outputs. Dropout draws the same numbers again.
+--- Runs fn(...) without keeping the activations for its backward. Backward runs fn again instead (Chen et al. 2016,
+--- "Training Deep Nets with Sublinear Memory Cost"). The gradients equal those of a plain call bit for bit. fn must be
+--- pure: the same inputs must result in the same outputs. Dropout draws the same numbers again.
 ---
---- fn and everything that it refers to are kept until backward has passed it or failed, or until its outputs are freed.
---- If fn refers to an object that holds an output of fn (self.last, for example), the outputs are not freed early. fn
---- is then kept until backward, or until model:close() of a model of ps.initialize.
+--- fn and everything that it refers to are kept until backward has passed fn or has failed, or until fn's outputs are
+--- freed. The outputs are not freed early if fn refers to an object that holds an output of fn (self.last, for
+--- example). In that case fn is kept until backward, or until model:close() of a model of ps.initialize.
 ---@param fn function must return only tensors
 ---@param ... any arguments of fn: tensors and other values
 ---@return ps.Tensor ... the results of fn
@@ -297,7 +300,8 @@ function M.recompute(fn, ...)
     if is_tensor(value) then ins[n_in], n_in = value, n_in + 1
     elseif type(value) == "table" and getmetatable(value) == nil then gather(inner, value, 3) end
   end
-  -- Tensors in plain tables, such as a batch, outlive the scope that made them, like tensors among the arguments.
+  -- Tensors in plain tables (a batch, for example) are passed to C like tensors among the arguments. They then also
+  -- outlive the scope that made them.
   for _, t in ipairs(inner) do ins[n_in], n_in = t, n_in + 1 end
   local c_in, c_out = pointer_array(n_in + 1), pointer_array(results.n + 1)
   for i = 0, n_in - 1 do c_in[i] = ins[i] end
@@ -319,7 +323,7 @@ function M.recompute(fn, ...)
   return unpack(results, 1, results.n)
 end
 
---- Runs a segment's function again where a walk stopped, and splices the recorded ops into the walk.
+--- Runs a segment's function again when a walk has stopped at the segment. Inserts the recorded ops into the walk.
 ---@param s table the segment
 ---@param id integer
 function M.run_again(s, id)
@@ -361,10 +365,10 @@ local keeps = false                            -- whether the current walk keeps
 ---@param id integer
 function M.passed(id) if not keeps then forget(id) end end
 
---- Runs the entry at which a walk stopped.
+--- Runs the entry at which a walk has stopped.
 ---@param id integer
----@param factor? number an engine's factor on the walk: its gradients are the loss's gradients times the factor; nil if
---- the walk belongs to no engine
+---@param factor? number the factor by which an engine multiplies the gradients of the walk: they are the loss's
+--- gradients times the factor. nil if the walk belongs to no engine
 function M.resume(id, factor)
   local entry = waiting[id]
   if entry then return entry.resume(entry, id, factor) end
@@ -373,7 +377,7 @@ function M.resume(id, factor)
     .. "backward before model:close()", 0)
 end
 
--- Continues a walk to its end. `rc` is the result of the C call that advanced it last.
+-- Continues a walk to its end. `rc` is the result of the C call that last advanced the walk.
 local function walk(rc, factor)
   while rc ~= 0 do
     if rc < 0 then
@@ -385,9 +389,9 @@ local function walk(rc, factor)
   end
 end
 
--- Completes a walk. `rc` is the result of the C call that began it.
+-- Completes a walk. `rc` is the result of the C call that began the walk.
 local function walk_on(rc, factor)
-  if rc ~= 0 then  -- 0: the walk is complete without a stop, the usual case
+  if rc ~= 0 then  -- 0 is the usual case: the walk is complete and did not stop at an entry
     local ok, err = xpcall(walk, trace, rc, factor)
     C.ps_backward_end(ctx)
     keeps = false
@@ -400,7 +404,7 @@ local function walk_on(rc, factor)
   hooks.tell "walked"
 end
 
---- Performs M.backward without the hooks.
+--- Performs M.backward, but does not call the hooks.
 ---@param t ps.Tensor
 ---@param gradient? ps.Tensor
 ---@param factor? number as in M.resume
@@ -409,11 +413,11 @@ function M.walk_back(t, gradient, factor)
   walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out), factor)
 end
 
---- Walks backward for chosen tensors, and keeps the graph if requested (ps_backward_for).
+--- Walks backward from chosen tensors to chosen tensors (ps_backward_for).
 ---@param roots ps.Tensor[]
 ---@param gradients table<integer, ps.Tensor> gradients of roots, by index
 ---@param keep boolean whether to keep the graph for another walk
----@param to ps.Tensor[] tensors whose gradients are computed; if it is empty, leaves get gradients, as in backward
+---@param to ps.Tensor[] tensors whose gradients are computed; if it is empty, the leaves get gradients, as in backward
 ---@return table<integer, ps.Tensor> gradients by index in `to`
 function M.walk_for(roots, gradients, keep, to)
   local n, c_roots, c_gradients, c_to = #roots, pointer_array(#roots), pointer_array(#roots), pointer_array(#to + 1)
@@ -431,7 +435,7 @@ end
 
 local BACKWARD = { retain_graph = "boolean", create_graph = "boolean" }
 
---- Checks and returns the options of a backward.
+--- Checks the options of a backward, and returns them.
 ---@param options any
 ---@param call string
 ---@param more? table<string, string> kinds of further options
@@ -446,8 +450,8 @@ function M.backward_options(options, call, more)
   return options
 end
 
---- Computes the gradients of the leaves from which t was computed, and adds them to the leaves' gradients. The loss of
---- a micro-batch of ps.initialize's model is weighted as in model:backward.
+--- Computes the gradients of the leaves that t was computed from. Adds them to the gradients that the leaves already
+--- have. If t is the loss of a micro-batch of ps.initialize's model, its weight is applied as in model:backward.
 ---@param t ps.Tensor of one element, unless gradient is passed
 ---@param gradient? ps.Tensor|{retain_graph?: boolean} gradient of t's shape, or the options
 ---@param options? {retain_graph?: boolean} retain_graph: keep the graph for another backward
@@ -484,7 +488,7 @@ function M.grad_of(t)
   return own(g)
 end
 
---- Returns a view of the same bytes without history. Gradients do not pass through it.
+--- Returns a view of a tensor's values without history. Gradients do not pass through the view.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function M.detach(t)

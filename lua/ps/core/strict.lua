@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- require "ps.core.strict" makes reading or writing an undeclared global an error, which finds misspelt names. Existing
--- globals stay, and strict.declare("name", ...) adds names. Loading it twice is harmless.
+-- Makes reading or writing an undeclared global variable an error, which finds misspelt names. A script enables this
+-- with require "ps.core.strict". Existing globals remain allowed, and strict.declare("name", ...) adds names. Loading
+-- the file twice is harmless.
 local strict = {}
 
 local declared = {}
@@ -11,7 +12,7 @@ function strict.declare(...)
   for i = 1, select("#", ...) do declared[(select(i, ...))] = true end
 end
 
---- Returns whether C code makes the access (the REPL, C modules), which is not checked.
+--- Returns whether C code makes the access (the prompt or a C module). Such an access is not checked.
 ---@return boolean
 local function from_c()
   local info = debug.getinfo(3, "S")

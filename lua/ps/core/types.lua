@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The types of configuration values. A type describes its values in words (for errors and docs/config.md). take(value)
--- returns true and the value as the engine needs it, or false.
+-- The types of configuration values. A type describes its values in words, for errors and for docs/config.md.
+-- take(value) returns true and the value in the form that the engine needs. If the value does not have the type, take
+-- returns false.
 local types = {}
 
 ---@class ps.config.Type
 ---@field text string the expected values, as in "expected <text>"
----@field auto? boolean whether "auto" is a separate value of the type; otherwise it means the default
----@field least? number smallest value of a whole number, or -math.huge if there is no limit
+---@field auto? boolean whether "auto" is a value of its own; otherwise "auto" means the default
+---@field least? number smallest value of a whole number, or -math.huge if there is no smallest value
 ---@field take fun(value: any): boolean, any
 
 ---@return ps.config.Type
@@ -52,10 +53,11 @@ function types.integer(min, max)
   return made
 end
 
---- The largest whole number up to which a double, the number type of JSON and Lua, is exact.
+--- The largest number up to which doubles represent every whole number. Doubles are the numbers of JSON and Lua.
 types.MOST = 2 ^ 53 - 1
 
---- Most micro-batches in an optimizer step. A step is planned as a whole, so each micro-batch adds to its plan.
+--- Largest number of micro-batches in an optimizer step. A step is planned as a whole, so each micro-batch makes its
+--- plan longer.
 types.MICRO_BATCHES = 4096
 
 --- Accepts a finite number.
@@ -72,7 +74,7 @@ types.above_zero = new("a number above 0", function(value) return finite(value) 
 types.fp32 = new("a number of at least 0 that fp32 holds", function(value)
   return finite(value) and value >= 0 and value < 2 ^ 127, value
 end)
---- Accepts a norm for clipping gradients. With an infinite norm, gradients are only measured.
+--- Accepts a maximum norm for clipping gradients. If it is infinite, gradients are measured but not clipped.
 types.norm = new("a number of at least 0", function(value) return type(value) == "number" and value >= 0, value end)
 types.scale = new("a number above 0, up to 2^127", function(value)
   return finite(value) and value > 0 and value <= 2 ^ 127, value
@@ -89,8 +91,8 @@ types.betas = new("a list of two numbers, each at least 0 and below 1", function
   return true, { value[1], value[2] }
 end)
 
---- The ranges of an optimizer's settings, in configurations, scripts and groups of parameters. Outside them an update
---- would increase the loss or make NaN.
+--- The accepted ranges of an optimizer's settings, in configurations, scripts and groups of parameters. With values
+--- outside these ranges, an update would increase the loss or produce NaN.
 types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,
   momentum = types.fp32, dampening = types.fp32, max_norm = types.norm }
 
@@ -133,21 +135,21 @@ for power, letter in ipairs { "k", "m", "g", "t" } do
   UNITS[letter .. "ib"] = 1024 ^ power
 end
 
--- Returns the number of bytes of a text such as "8GiB", or nil for any other text.
+-- Returns the number of bytes for a text such as "8GiB". Returns nil for any other text.
 local function bytes_of(text)
   local digits, unit = text:match("^%s*([%d%.]+)%s*(%a*)%s*$")
   local factor, number = digits and UNITS[unit:lower()], digits and tonumber(digits)
   return factor and number and math.floor(number * factor)
 end
 
---- Accepts bytes above 0, as a number or as a text with a unit.
+--- Accepts a number of bytes above 0. It may be a number or a text with a unit.
 types.bytes = new('bytes above 0: a number, or text such as "8GiB" or "500MB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)',
   function(value)
     if type(value) == "string" then value = bytes_of(value) end
     return finite(value) and value >= 1 and value <= types.MOST and value == math.floor(value), value
   end)
 
---- Accepts bytes, or a share such as "80%" of the available memory, which becomes { share = 0.8 }.
+--- Accepts a number of bytes, or a share of the available memory. A share such as "80%" becomes { share = 0.8 }.
 types.budget = new(types.bytes.text .. ', or a share such as "80%"', function(value)
   local percent = type(value) == "string" and tonumber(value:match("^%s*([%d%.]+)%s*%%%s*$") or "")
   if percent then return percent > 0 and percent <= 100, { share = percent / 100 } end

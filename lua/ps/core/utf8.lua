@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Validates UTF-8, as JSON, pickles and safetensors headers require it.
+-- Validates UTF-8 text, which JSON, pickles and safetensors headers require.
 local utf8 = {}
 
---- Returns whether a text is valid UTF-8: no stray or missing continuation byte, no overlong form, no surrogate, and
---- nothing above U+10FFFF.
+--- Returns whether a text is valid UTF-8. Valid text has no stray or missing continuation byte, no overlong form, no
+--- surrogate, and no code point above U+10FFFF.
 ---@param text string
 ---@return boolean
 function utf8.valid(text)

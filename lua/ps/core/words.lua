@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes True and False, Python's words, an error in scripts. In Lua they are undefined global variables, so both would
--- be nil, and `if True then` would never run. A script may define them. None needs no error, since nil is its meaning.
+-- Makes Python's words True and False an error in scripts. In Lua they are undefined global variables, so both would be
+-- nil, and the body of `if True then` would never run. A script may define these names. None needs no error, because an
+-- undefined variable is nil, which has the meaning of None.
 local caller = require "ps.core.caller"
 
 local WORDS = { True = "true", False = "false" }
 
--- A script that has set a metatable keeps it.
+-- If a script has already set a metatable of _G, the metatable stays.
 if getmetatable(_G) == nil then
   setmetatable(_G, { __index = function(_, name)
     local word = WORDS[name]

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Wraps texts to a width, for help at the prompt and for documents that tools write.
 
--- Returns whether Markdown reads this word at the beginning of a line as a list, a heading or a table.
+-- Returns whether a word at the beginning of a line would be read by Markdown as a list, a heading or a table.
 local function is_sign(word) return word:find "^[-+*#>=|]+$" or word:find "^%d+[.)]$" end
 
---- Adds a text to a list of lines, broken at blanks. A word longer than a line is not split.
+--- Appends a text to a list of lines. The text is broken at blanks, so that lines have at most `width` columns. A word
+--- longer than a line is not split.
 ---@param lines string[]
 ---@param text string
 ---@param width integer number of columns

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks, before a program computes for an hour, that it will be able to write its results. Writes nothing.
+-- Checks that a program will be able to write its results. The check runs at the beginning, before the program computes
+-- for an hour. It writes nothing.
 local lfs = require "lfs"
 local statvfs = require "posix.sys.statvfs"
 local unistd = require "posix.unistd"
@@ -7,7 +8,7 @@ local readable = require "ps.core.readable"
 
 local writable = {}
 
-local LEAST = 65536                                        -- bytes; a disk with less free counts as full
+local LEAST = 65536  -- least number of free bytes; a disk with fewer counts as full
 
 -- Returns the reason why no file can be created in a folder, or nil.
 local function closed(path)
@@ -20,7 +21,8 @@ end
 
 local function above(path) return path:match "^(.*[^/])/+[^/]+$" or (path:sub(1, 1) == "/" and "/" or ".") end
 
---- Returns the reason why files cannot be written into a folder, which need not exist yet, or nil if they can.
+--- Returns the reason why files cannot be written into a folder. Returns nil if they can. The folder need not exist
+--- yet.
 ---@param path string
 ---@return string? problem
 function writable.folder(path)
@@ -41,7 +43,8 @@ function writable.folder(path)
     at ~= path and at .. ": " or "", why)
 end
 
---- Returns the reason why a file cannot be written, or nil if it can. A file that exists may be replaced.
+--- Returns the reason why a file cannot be written. Returns nil if it can. An existing file counts as writable if it
+--- can be replaced.
 ---@param path string
 ---@return string? problem
 function writable.file(path)
