@@ -48,8 +48,7 @@ function http_server.drop(stream)
   if connection.version >= 2 then
     if state == "closed" or state == "idle" then return end
     if stream:rst_stream(require("http.h2_error").errors.CANCEL, 0) then return end
-  -- If the reset cannot be sent, the client reads nothing from this connection, and the connection is closed below.
-  end
+  end                                                      -- if the reset fails, the client is not reading
   if connection.socket then connection.socket:shutdown() end
   if stream.state == "closed" or connection.pipeline and connection.pipeline:peek() ~= stream then return end
   stream:set_state "closed"                                -- so that stream:shutdown() reads no body
@@ -105,8 +104,9 @@ local function fail_at_end(connections)
   end
 end
 
--- Makes HTTP/2 connections wait for frames after each write. lua-http waits for the events that the last call of
--- cqueues needs. After a successful write these are no events, so nothing would wake the connection.
+-- Makes HTTP/2 connections wait for frames after each write. lua-http waits for the events that
+-- cqueues remembers from the last call. After a successful write there are no such events, so nothing would wake the
+-- connection.
 local function wait_after_writes(connections)
   local events = connections.events
   function connections:events()

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Modules without parameters: activations and Dropout.
+-- Activations and Dropout. Except for PReLU, these modules have no parameters.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
@@ -12,8 +12,8 @@ local activation = {}
 local function plain(name, fn)
   local class = nn_module.class(name)
   class.unscoped = true
-  --- Takes no arguments.
-  ---@param inplace? nil PyTorch's inplace, which is rejected
+  --- Creates the module. It takes no arguments.
+  ---@param inplace? nil PyTorch's option inplace, which is rejected
   function class:init(inplace) -- luacheck: no self
     if inplace == nil then return end
     error(("nn.%s takes no arguments; inplace does not exist here and changes no values: write nn.%s()"):format(name,
@@ -39,13 +39,14 @@ plain("Hardsigmoid", F.hardsigmoid)
 plain("Hardswish", F.hardswish)
 plain("Softsign", F.softsign)
 
--- Creates the class of a module that calls fn(x, ...) with stored numbers, which have these names and default values.
--- dim: the numbers are dimensions and must be integers. like: the function's name for help (default: the class name in
--- lower case).
+-- Creates the class of a module that calls fn(x, ...) with stored numbers.
+--   names, defaults: the names of the numbers and their default values
+--   dim: whether the numbers are dimensions, which must be integers
+--   like: the function's name for help (default: the class name in lower case)
 local function with_numbers(class_name, fn, names, defaults, dim, like)
   local class = nn_module.class(class_name)
   class.unscoped = true
-  --- Stores the numbers that are passed to the function of ps.F.
+  --- Stores the numbers that forward passes to the function of ps.F.
   ---@param a? number
   ---@param b? number
   function class:init(a, b)
@@ -56,7 +57,7 @@ local function with_numbers(class_name, fn, names, defaults, dim, like)
     end
     if given[#names + 1] ~= nil then caller.more("nn." .. class_name, table.concat(names, ", "), given[#names + 1]) end
   end
-  --- Applies the function.
+  --- Applies the function of ps.F with the stored numbers.
   ---@param x ps.Tensor
   ---@return ps.Tensor
   function class:forward(x)
@@ -94,7 +95,7 @@ Unflatten.unscoped = true
 
 --- Stores the dimension that forward splits into several dimensions.
 ---@param dim integer
----@param sizes integer[] of the new dimensions; one may be -1
+---@param sizes integer[] sizes of the new dimensions; one size may be -1
 function Unflatten:init(dim, sizes)
   self.dim = caller.whole(dim, "nn.Unflatten: dim")
   self.sizes = caller.list(sizes, "nn.Unflatten: the sizes")
@@ -112,8 +113,8 @@ GELU.unscoped = true
 
 local GELU_WORDS = { none = true, tanh = true }
 
---- Multiplies x by the normal distribution's cumulative probability at x (Hendrycks and Gimpel 2016), which is exact or
---- approximated by tanh.
+--- Multiplies x by the probability that a standard normal variable is at most x (Hendrycks and Gimpel 2016). The
+--- probability is exact, or approximated with tanh.
 ---@param approximate? "none"|"tanh" (default "none"); "tanh" is GPT-2's gelu_new
 function GELU:init(approximate)
   self.approximate = approximate or "none"
@@ -138,7 +139,7 @@ function Dropout:init(p)
   if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p)) end
 end
 
---- Returns whether a call would drop elements now: in training, if p is above 0.
+--- Returns whether a call would drop elements now. This is the case in training, if p is above 0.
 ---@return boolean
 function Dropout:active()
   if self.training or self.p == 0 then return self.p > 0 end
@@ -146,10 +147,10 @@ function Dropout:active()
   return false
 end
 
---- Drops elements in training. Returns x itself in evaluation.
+--- Drops elements in training. In evaluation mode, returns x itself.
 ---@param x ps.Tensor
 ---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} if x is a part of a larger tensor, describes
----  the part, as in F.dropout
+--- the part, as in F.dropout
 ---@return ps.Tensor of x's shape
 function Dropout:forward(x, part)
   if not self:active() then return x end
@@ -158,14 +159,14 @@ end
 function Dropout:extra_repr() return "p=" .. self.p end
 activation.Dropout = Dropout
 
--- Creates the class of a Dropout that drops whole channels.
+-- Creates the class of a Dropout module that drops whole channels.
 local function channel_dropout(class_name, fn)
   local class = nn_module.class(class_name, Dropout)
   class.unscoped = true
   --- In training, sets whole channels to 0 with probability p and multiplies all other channels by 1 / (1 - p).
   ---@param p? number in [0, 1) (default 0.5)
   function class:init(p) Dropout.init(self, p) end
-  --- Drops channels in training. Returns x itself in evaluation.
+  --- Drops channels in training. In evaluation mode, returns x itself.
   ---@param x ps.Tensor [N, C, ...]
   ---@return ps.Tensor of x's shape
   function class:forward(x)
@@ -185,8 +186,8 @@ PReLU.unscoped = true
 local PRELU = { init = "number", dtype = "string", device = "string" }
 
 --- Creates a ReLU with a trained slope for negative inputs (He et al. 2015).
----@param num_parameters? integer the number of channels, or 1 for one slope (default 1)
----@param init? number|{init?: number, dtype?: string, device?: string} the initial slope (default 0.25)
+---@param num_parameters? integer number of slopes: the number of channels, or 1 for one slope (default 1)
+---@param init? number|{init?: number, dtype?: string, device?: string} the initial slope (default 0.25), or options
 function PReLU:init(num_parameters, init)
   if type(init) == "number" then init = { init = init } end
   local options = caller.options(init, "nn.PReLU", PRELU)
@@ -195,7 +196,7 @@ function PReLU:init(num_parameters, init)
     device = options.device }))
 end
 --- Applies the function.
----@param x ps.Tensor [N, num_parameters, ...], or of any shape with one slope
+---@param x ps.Tensor [N, num_parameters, ...], or of any shape if there is one slope
 ---@return ps.Tensor of x's shape
 function PReLU:forward(x) return F.prelu(x, self.weight) end
 function PReLU:extra_repr() return ("num_parameters=%d"):format(self.num_parameters) end

@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adds PyTorch's names for methods of modules that have another name here: lists, types, devices.
+-- Adds PyTorch's names for methods of modules that have other names in psluajit: lists of members, conversions to
+-- types, and moves to devices.
 
--- Returns the values of an iterator over names and values, as a list.
+-- Returns the values that an iterator over names and values produces, as a list.
 local function values(next_one)
   local list = {}
   for _, value in next_one do list[#list + 1] = value end
   return list
 end
 
--- Returns the modules of an iterator over names and modules, each once, as a list.
+-- Returns the modules that an iterator over names and modules produces, as a list in which each module occurs once.
 local function once(next_one)
   local list, seen = {}, {}
   for _, module in next_one do
@@ -19,17 +20,17 @@ end
 
 ---@param Module ps.nn.Module the class to which the methods are added
 return function(Module)
-  --- Returns the direct child modules, each once, as a list.
+  --- Returns the direct child modules as a list. Each module occurs once.
   ---@return ps.nn.Module[]
   function Module:children() return once(self:named_children()) end
-  --- Returns the module itself and all modules in it, each once, as a list.
+  --- Returns the module itself and all modules in it, as a list. Each module occurs once.
   ---@return ps.nn.Module[]
   function Module:modules() return once(self:named_modules()) end
-  --- Returns all buffers, each once, in the order of named_buffers.
+  --- Returns all buffers as a list, in the order of named_buffers. Each buffer occurs once.
   ---@return ps.Tensor[]
   function Module:buffers() return values(self:named_buffers()) end
 
-  --- Sets whether backward computes gradients of all parameters, which is PyTorch's way to freeze a module.
+  --- Sets whether backward computes gradients for the module's parameters. This is PyTorch's way to freeze a module.
   ---@param on? boolean (default true)
   ---@return ps.nn.Module self
   function Module:requires_grad_(on)

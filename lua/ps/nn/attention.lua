@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- nn.MultiheadAttention: attention from queries to keys and values, which may have other widths. Parameter names, masks
--- (true hides a position) and layout ([T, B, C] unless batch_first) are PyTorch's. A cache serves decoding.
+-- nn.MultiheadAttention: attention from queries to keys and values. The widths of keys and values may differ from the
+-- width of queries. The names of parameters and the layout ([T, B, C] unless batch_first) are PyTorch's. In masks, true
+-- hides a position, as in PyTorch. For decoding, a cache keeps the keys and values of earlier calls.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local native = require "ps.core.ffi"
@@ -14,8 +15,8 @@ local C = native.C
 local F, error = functional, caller.error
 
 ---@class ps.nn.MultiheadAttention: ps.nn.Module
----@field in_proj_weight? ps.Tensor [3 E, E]; if it is nil, there are q_proj_weight, k_proj_weight and v_proj_weight
----  instead
+---@field in_proj_weight? ps.Tensor [3 E, E]; if it is nil, the module has q_proj_weight, k_proj_weight and
+--- v_proj_weight instead
 ---@field in_proj_bias? ps.Tensor [3 E]
 ---@field out_proj ps.nn.Linear
 local MultiheadAttention = nn_module.class("MultiheadAttention")
@@ -28,9 +29,9 @@ local OPTIONS = { dropout = "number", bias = "boolean", kdim = "whole", vdim = "
 ---@param width integer E, the width of queries and of the result
 ---@param heads integer number of heads, which must divide E
 ---@param options? {dropout?: number, bias?: boolean, kdim?: integer, vdim?: integer, batch_first?: boolean, dtype?:
----  string, device?: string} dropout: probability of dropping a weight in training (default 0); bias (default true);
----  kdim, vdim: widths of keys and values (default E); batch_first: tensors are [B, T, C] instead of [T, B, C] (default
----  false)
+--- string, device?: string} dropout: probability that an attention weight is dropped in training (default 0); bias:
+--- whether there are biases (default true); kdim, vdim: widths of keys and values (default E); batch_first: whether
+--- tensors are [B, T, C] instead of [T, B, C] (default false)
 function MultiheadAttention:init(width, heads, options)
   options = caller.options(options, "nn.MultiheadAttention", OPTIONS)
   caller.whole(width, "nn.MultiheadAttention: the width", 1)
@@ -41,7 +42,7 @@ function MultiheadAttention:init(width, heads, options)
   local p = options.dropout or 0
   if not (p >= 0 and p < 1) then error(("nn.MultiheadAttention: dropout is %g; it must be in [0, 1)"):format(p)) end
   self.width, self.heads, self.dropout, self.batch_first = width, heads, p, options.batch_first == true
-  self.head_size, self.inner = width / heads, width           -- number of columns of this rank's heads
+  self.head_size, self.inner = width / heads, width           -- inner: number of columns of this rank's heads
   self.kdim, self.vdim = options.kdim or width, options.vdim or width
   local where = { dtype = options.dtype, device = options.device }
   local function weight(name, rows, columns)
@@ -58,7 +59,7 @@ function MultiheadAttention:init(width, heads, options)
   if self.out_proj.bias ~= nil then init.zeros_(self.out_proj.bias) end
 end
 
--- Returns the weight and bias of queries (i = 0), keys (1) or values (2).
+-- Returns the weight and bias of the projection of queries (i = 0), keys (i = 1) or values (i = 2).
 local NAMES = { [0] = "q_proj_weight", "k_proj_weight", "v_proj_weight" }
 local function part(self, i)
   local E = self.inner
@@ -66,7 +67,7 @@ local function part(self, i)
   return w, self.in_proj_bias ~= nil and self.in_proj_bias:narrow(0, i * E, E) or nil
 end
 
--- Projects x [B, T, ...] and returns it as [B, H, T, D].
+-- Projects x [B, T, ...]. Returns the projection of shape [B, H, T, D].
 local function headed(self, x, i)
   local w, b = part(self, i)
   local y = F.linear(x, w, b)
@@ -87,7 +88,8 @@ end
 
 local function shown(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
--- Returns a mask of PyTorch's form, or nil if none was given. Raises an error unless it is bool or of floats.
+-- Returns a mask that the script passed, or nil if it passed none. Raises an error unless the mask is a bool or float
+-- tensor.
 local function given_mask(mask, name)
   if caller.tensor(mask, "nn.MultiheadAttention", name) == nil then return nil end
   if mask.dtype_ ~= C.PS_BOOL and not mask:is_float() then
@@ -97,7 +99,8 @@ local function given_mask(mask, name)
   return mask
 end
 
--- Converts a mask from PyTorch's form (true hides a key, floats are added) to F.attention's (true shows a key).
+-- Converts a mask from PyTorch's form to the form of F.attention. In PyTorch's form, true hides a key. In the form of
+-- F.attention, true shows a key. In both forms, floats are added to the scores.
 local function of_mask(mask, B, H, T, S)
   if given_mask(mask, "attn_mask") == nil then return nil end
   local shape = mask:shape()
@@ -121,8 +124,8 @@ local function of_padding(mask, B, S)
   return mask.dtype_ == C.PS_BOOL and mask:logical_not():reshape(B, 1, 1, S) or mask:reshape(B, 1, 1, S)
 end
 
--- Combines two masks. If both are bool, a key is visible if both show it. Otherwise they are added as floats, with -inf
--- for a hidden key.
+-- Combines two masks. If both are bool, a key is visible if both masks show it. Otherwise the masks are converted to
+-- floats, with -inf for a hidden key, and added.
 local function both(a, b, dtype)
   if a == nil or b == nil then return a or b end
   if a.dtype_ == C.PS_BOOL and b.dtype_ == C.PS_BOOL then return a:logical_and(b) end
@@ -133,8 +136,8 @@ local function both(a, b, dtype)
   return floats(a) + floats(b)
 end
 
--- Appends keys and values, [B, H, S, D] each, to a cache, and returns all. Without new keys, returns the cache's
--- contents.
+-- Appends keys and values, each [B, H, S, D], to a cache. Returns all keys and values of the cache. Without new keys,
+-- only returns the cache's contents.
 local function cached(cache, k, v)
   if k ~= nil then
     if cache.key ~= nil then
@@ -154,16 +157,17 @@ end
 local FORWARD = { key_padding_mask = "tensor", need_weights = "boolean", attn_mask = "tensor",
   average_attn_weights = "boolean", is_causal = "boolean", cache = "table" }
 
---- Returns, for each query, the sum of the values weighted by attention to their keys.
+--- For each query, returns the sum of the values, weighted by the query's attention to their keys.
 ---@param query ps.Tensor [T, B, E], or [B, T, E] with batch_first, or [T, E] without a batch
----@param key? ps.Tensor [S, B, kdim], or [B, S, kdim] with batch_first; nil uses only the keys in the cache
+---@param key? ps.Tensor [S, B, kdim], or [B, S, kdim] with batch_first; if it is nil, only the keys in the cache are
+--- used
 ---@param value? ps.Tensor [S, B, vdim], or [B, S, vdim] with batch_first
 ---@param options? {key_padding_mask?: ps.Tensor, need_weights?: boolean, attn_mask?: ps.Tensor, average_attn_weights?:
----  boolean, is_causal?: boolean, cache?: table} key_padding_mask [B, S] and attn_mask [T, S] or [B heads, T, S] are
----  bool, where true hides a key, or floats that are added to the scores and may require a gradient. need_weights
----  (default true): return the weights as the second result, averaged over heads unless average_attn_weights = false.
----  is_causal: query i sees the keys up to i + S - T. cache: a table that is empty at first; each call appends its keys
----  and values to it, and queries see all keys in it
+--- boolean, is_causal?: boolean, cache?: table} key_padding_mask [B, S] and attn_mask [T, S] or [B heads, T, S] are
+--- bool or float tensors. In a bool mask, true hides a key. A float mask is added to the scores and may require a
+--- gradient. need_weights: return the weights as the second result (default true). average_attn_weights: average the
+--- weights over heads (default true). is_causal: query i sees the keys up to i + S - T. cache: a table that is empty at
+--- first; each call appends its keys and values to it, and queries see all keys in it
 ---@return ps.Tensor output of query's shape
 ---@return ps.Tensor? weights [B, T, S], or [B, heads, T, S] with average_attn_weights = false, or [T, S] without a
 ---  batch

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Names the modules that were called, to which events and tensors refer by number.
+-- Names the modules that have been called. Events and tensors refer to these modules by number.
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 
---- Returns the modules that were called, by number, each with its class and its path from the outermost called module.
+--- Returns the modules that have been called, by number. Each entry has the module's class, and its path from the
+--- outermost module of the call.
 ---@return table<integer, { path: string, class: string }>
 return function()
   local called, above, names = nn_module.called, {}, {}

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Norms over channels: BatchNorm1d and 2d, SyncBatchNorm (over the batches of all data-parallel ranks), GroupNorm.
+-- Norms over channels: BatchNorm1d and BatchNorm2d, SyncBatchNorm (statistics over the batches of all data-parallel
+-- ranks), GroupNorm and InstanceNorm.
 --
--- Running statistics are updated once per forward of a micro-batch in training, but not when backward recomputes the
--- forward, or in a dry run. In an engine's step, the first forward saves a copy of the statistics. A step that is
--- abandoned or skipped (after an error or an overflow) restores it.
+-- Running statistics are updated once for each forward of a micro-batch in training. They are not updated when backward
+-- recomputes the forward, and not in a dry run. In an engine's step, the first forward saves a copy of the statistics.
+-- If the step is abandoned after an error, or skipped after an overflow, the copy is restored.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local images = require "ps.tensor.images"
@@ -19,11 +20,12 @@ local exports = {}
 
 -- -- steps ------------------------------------------------------------------------------------------------------------
 local STATISTICS = { "running_mean", "running_var", "num_batches_tracked" }
--- state of a layer in its engine's step: true until its statistics are updated, then copies of the previous statistics
+-- The state of a layer in its engine's step: true until its statistics are updated, then the copies of the statistics
+-- from before the step.
 local in_step = setmetatable({}, { __mode = "k" })
 local layers = setmetatable({}, { __mode = "k" })                -- layers that have running statistics
 
--- Returns the layers with running statistics in a model.
+-- Returns the layers in a model that have running statistics.
 local function layers_in(model)
   local list = {}
   if next(layers) == nil then return list end
@@ -31,7 +33,7 @@ local function layers_in(model)
   return list
 end
 
--- Saves the statistics from before the step, once per step.
+-- Saves the statistics from before the step. Does so only once per step.
 local function keep_statistics(layer)
   if in_step[layer] ~= true then return end
   local copies = layer.kept or {}
@@ -91,8 +93,8 @@ local function init(self, num_features, options, kinds)
   layers[self] = true
 end
 
---- Normalises each channel over the batch and all positions. nn.BatchNorm1d and nn.BatchNorm2d define the allowed
---- shapes.
+--- Normalises each channel over the batch and all positions. The subclasses nn.BatchNorm1d and nn.BatchNorm2d define
+--- which shapes are allowed.
 ---@param num_features integer
 ---@param options? table
 function BatchNorm:init(num_features, options) init(self, num_features, options) end
@@ -109,7 +111,8 @@ local function check_input(self, x)
   end
 end
 
--- Counts a forward in training. Returns the factor of the batch's statistics in the running statistics.
+-- Counts a forward in training. Returns the weight that the batch's statistics get when they are averaged into the
+-- running statistics.
 local function count_batch(self)
   keep_statistics(self)
   local n = self.num_batches_tracked
@@ -117,8 +120,8 @@ local function count_batch(self)
   return self.momentum or n:to(self.running_mean:dtype()):reciprocal()
 end
 
---- Normalises the input: in training by its own mean and variance, which also update the running statistics, else by
---- the running statistics.
+--- Normalises the input. In training, uses the input's own mean and variance, and updates the running statistics with
+--- them. In evaluation mode, uses the running statistics.
 ---@param x ps.Tensor [N, num_features, ...]
 ---@return ps.Tensor of x's shape
 function BatchNorm:forward(x)
@@ -146,12 +149,12 @@ local BatchNorm1d = core.class("BatchNorm1d", BatchNorm)
 BatchNorm1d.unscoped, BatchNorm1d.dims, BatchNorm1d.takes = true, { [2] = true, [3] = true }, "[N, C] or [N, C, L]"
 
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). The initial weight is 1 and the
---- initial bias 0. Each rank has running statistics of its own rows, and only rank 0's are saved. nn.SyncBatchNorm uses
---- the rows of all ranks.
+--- initial bias is 0. Each rank has running statistics of its own rows, and only the statistics of rank 0 are saved.
+--- nn.SyncBatchNorm uses the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
 --- string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
---- (PyTorch's None); affine = false: no weight and bias; track_running_stats = false: always uses the batch's
+--- (PyTorch's None); affine = false: without weight and bias; track_running_stats = false: always uses the batch's
 --- statistics
 function BatchNorm1d:init(num_features, options) init(self, num_features, options) end
 exports.BatchNorm1d = BatchNorm1d
@@ -161,12 +164,12 @@ local BatchNorm2d = core.class("BatchNorm2d", BatchNorm)
 BatchNorm2d.unscoped, BatchNorm2d.dims, BatchNorm2d.takes = true, { [4] = true }, "[N, C, H, W]"
 
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). The initial weight is 1 and the
---- initial bias 0. Each rank has running statistics of its own rows, and only rank 0's are saved. nn.SyncBatchNorm uses
---- the rows of all ranks.
+--- initial bias is 0. Each rank has running statistics of its own rows, and only the statistics of rank 0 are saved.
+--- nn.SyncBatchNorm uses the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
 --- string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
---- (PyTorch's None); affine = false: no weight and bias; track_running_stats = false: always uses the batch's
+--- (PyTorch's None); affine = false: without weight and bias; track_running_stats = false: always uses the batch's
 --- statistics
 function BatchNorm2d:init(num_features, options) init(self, num_features, options) end
 exports.BatchNorm2d = BatchNorm2d
@@ -185,7 +188,8 @@ SyncBatchNorm.unscoped = false
 --- string, device?: string} the options of nn.BatchNorm2d
 function SyncBatchNorm:init(num_features, options) init(self, num_features, options) end
 
--- Returns the normalised x [N, C, ...], and the mean, variance and count over all ranks. The exchanges have gradients.
+-- Normalises x [N, C, ...] over all ranks. Returns the result, and the mean, variance and count over all ranks. The
+-- exchanges between ranks have gradients.
 local function over_ranks(self, x, group)
   local dtype = x:dtype()
   local wide = (dtype == "fp64" or dtype == "fp32") and x or x:float()
@@ -204,7 +208,8 @@ local function over_ranks(self, x, group)
   return y:to(dtype), mean:detach(), var:detach(), count:reshape({})
 end
 
---- Normalises the input: in training by the mean and variance of all ranks' inputs, else by the running statistics.
+--- Normalises the input. In training, uses the mean and variance of the inputs of all ranks. In evaluation mode, uses
+--- the running statistics.
 ---@param x ps.Tensor [N, num_features, ...]; N may differ between ranks
 ---@return ps.Tensor of x's shape
 function SyncBatchNorm:forward(x)
@@ -218,10 +223,10 @@ function SyncBatchNorm:forward(x)
   return y
 end
 
---- Replaces each nn.BatchNorm1d and nn.BatchNorm2d of a model by an nn.SyncBatchNorm with the same parameters,
+--- Replaces each nn.BatchNorm1d and nn.BatchNorm2d in a model by an nn.SyncBatchNorm with the same parameters,
 --- statistics and settings.
 ---@param model ps.nn.Module
----@return ps.nn.Module the model, or its replacement if it is a batch norm itself
+---@return ps.nn.Module the model, or its replacement if the model itself is a batch norm
 function SyncBatchNorm.convert_sync_batchnorm(model)
   if not core.is_module(model) then error("nn.SyncBatchNorm.convert_sync_batchnorm takes a module") end
   if model.class_name == "BatchNorm1d" or model.class_name == "BatchNorm2d" then
@@ -255,11 +260,11 @@ GroupNorm.unscoped = true
 local GROUP_NORM = { eps = "number", affine = "boolean", dtype = "string", device = "string" }
 
 --- Normalises groups of adjacent channels of each sample over all positions (Wu and He 2018). The initial weight is 1
---- and the initial bias 0.
+--- and the initial bias is 0.
 ---@param num_groups integer
 ---@param num_channels integer
 ---@param options? {eps?: number, affine?: boolean, dtype?: string, device?: string} eps (default 1e-5); affine = false:
----  no weight and bias
+--- without weight and bias
 function GroupNorm:init(num_groups, num_channels, options)
   options = caller.options(options, "nn.GroupNorm", GROUP_NORM)
   self.num_groups = caller.whole(num_groups, "nn.GroupNorm: num_groups", 1)
@@ -289,15 +294,15 @@ exports.GroupNorm = GroupNorm
 local INSTANCE_NORM = { eps = "number", affine = "boolean", track_running_stats = "boolean", momentum = "number",
   dtype = "string", device = "string" }
 
--- Creates the class of an InstanceNorm for inputs of `dims` dimensions.
+-- Creates the class of an InstanceNorm whose inputs have `dims` dimensions.
 local function instance_norm(class_name, dims, takes)
   local class = core.class(class_name)
   class.unscoped = true
-  --- Normalises each channel of each sample over all positions (Ulyanov et al. 2016), in training and evaluation alike.
-  --- There are no running statistics.
+  --- Normalises each channel of each sample over all positions (Ulyanov et al. 2016). Does the same in training and
+  --- evaluation. There are no running statistics.
   ---@param num_features integer C
-  ---@param options? {eps?: number, affine?: boolean, dtype?: string, device?: string} eps (default 1e-5); affine = true
-  --- creates a trained weight and bias for each channel (default false)
+  ---@param options? {eps?: number, affine?: boolean, dtype?: string, device?: string} eps (default 1e-5); affine:
+  --- whether each channel has a trained weight and bias (default false)
   function class:init(num_features, options)
     local name = "nn." .. class_name
     options = caller.options(options, name, INSTANCE_NORM)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ModuleList and Sequential. Items count from 0, as in names and in PyTorch, and list[-1] is the last. ipairs, pairs,
--- unpack, table.insert and table.remove work on them (ps.lists). list:size() is the number of modules; #list is always
--- 0, because LuaJIT calls no metamethod for the length of a table.
+-- ModuleList and Sequential. As in names and in PyTorch, items count from 0, and list[-1] is the last item. ipairs,
+-- pairs, unpack, table.insert and table.remove work on these lists (ps.lists). list:size() returns the number of
+-- modules. #list is always 0, because LuaJIT calls no metamethod for the length of a table.
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local caller = require "ps.core.caller"
@@ -11,7 +11,7 @@ local error = caller.error
 ---@class ps.nn.ModuleList: ps.nn.Module
 ---@field length integer
 local ModuleList = nn_module.class("ModuleList")
-ModuleList.length = 0                                      -- length until a module is appended
+ModuleList.length = 0                                      -- length of an empty list
 
 local function shown(value) return value == nil and "nil" or "a " .. type(value) end
 
@@ -19,14 +19,14 @@ local function check_module(value, call)
   if not nn_module.is_module(value) then error(("%s takes a module, not %s"):format(call, shown(value))) end
 end
 
--- Returns the modules as a Lua list, from 1.
+-- Returns the modules as a Lua list, whose indices begin at 1.
 local function items_of(self)
   local items = {}
   for i = 0, self.length - 1 do items[i + 1] = self._fields[i] end
   return items
 end
 
--- Replaces the current modules by the given ones, from index 0.
+-- Replaces all modules of the list by the given modules. The first one gets the index 0.
 local function set_items(self, items)
   for i = 0, self.length - 1 do
     registry.remove(self, i)
@@ -36,7 +36,8 @@ local function set_items(self, items)
   self.length = #items
 end
 
--- Checks an index, and returns it counted from 0; a negative index counts from the end. last: the largest valid index.
+-- Checks an index and returns it as an index counted from 0. A negative index counts from the end. `last` is the
+-- largest valid index.
 local function place(self, index, last, call)
   caller.whole(index, call .. ": the index")
   local at = index < 0 and self.length + index or index
@@ -45,7 +46,7 @@ local function place(self, index, last, call)
     call, index, self.length))
 end
 
--- Performs list[index] = value: replaces or appends a module, or removes it for nil.
+-- Performs list[index] = value. A module replaces the module at the index or is appended. nil removes the module.
 local function set(self, index, value)
   local call = ("%s[%s] = value"):format(self.class_name, tostring(index))
   if rawequal(value, nil) then return self:remove(index) end
@@ -55,7 +56,7 @@ local function set(self, index, value)
   if at == self.length then self.length = at + 1 end
 end
 
--- Makes the objects of ModuleList, and of each class derived from it, behave as lists.
+-- Makes the objects of ModuleList, and of each class derived from it, act as lists.
 nn_module.adapt(ModuleList, function(class)
   local instance = class.instance
   local assign = instance.__newindex
@@ -68,7 +69,7 @@ nn_module.adapt(ModuleList, function(class)
   end
   function instance.__newindex(self, key, value)
     if type(key) == "number" then return set(self, key, value) end
-    return assign(self, key, value)                        -- a tail call, because assign reads the line of its caller
+    return assign(self, key, value)                        -- a tail call, because assign() reads its caller's line
   end
   instance.ps_list = { each = function(self) return self:each() end, size = function(self) return self.length end,
     get = function(self, i) return self._fields[i] end,
@@ -76,7 +77,7 @@ nn_module.adapt(ModuleList, function(class)
     remove = function(self, index) return self:remove(index) end }
 end)
 
--- Returns the modules of a constructor's list. Surplus arguments `...` are rejected.
+-- Returns the modules of the list that was passed to a constructor. Surplus arguments `...` are rejected.
 local function given_modules(call, modules, ...)
   if select("#", ...) > 0 or nn_module.is_module(modules) and not lists.is_list(modules) then
     error(("%s takes one list of modules: %s { a, b }, not %s(a, b)"):format(call, call, call))
@@ -104,15 +105,15 @@ local function given_modules(call, modules, ...)
   return list
 end
 
---- Creates a list of modules, with indices from 0; list[-1] is the last. `for i, module in ipairs(list) do` iterates
---- over them, and list:size() is their number.
----@param modules? ps.nn.Module[] a plain Lua list, whose first module gets index 0, or another nn.ModuleList
+--- Creates a list of modules. Indices begin at 0, and list[-1] is the last module. `for i, module in ipairs(list) do`
+--- iterates over the modules, and list:size() returns their number.
+---@param modules? ps.nn.Module[] a Lua list, whose first module gets the index 0, or another nn.ModuleList
 ---@param ... any rejected
 function ModuleList:init(modules, ...)
   self:extend(given_modules("nn." .. self.class_name, modules, ...))
 end
 
---- Adds a module at the end.
+--- Appends a module.
 ---@param module ps.nn.Module
 ---@return ps.nn.Module self
 function ModuleList:append(module)
@@ -122,7 +123,7 @@ function ModuleList:append(module)
   return self
 end
 
---- Adds modules at the end.
+--- Appends several modules.
 ---@param modules ps.nn.Module[]|ps.nn.ModuleList
 ---@return ps.nn.Module self
 function ModuleList:extend(modules)
@@ -130,8 +131,8 @@ function ModuleList:extend(modules)
   return self
 end
 
---- Inserts a module before the module at `index`. The indices from there on increase by one.
----@param index integer from 0; the number of modules appends
+--- Inserts a module before the module at `index`. The indices of that module and of all later modules increase by one.
+---@param index integer counted from 0; if it is the number of modules, the new module is appended
 ---@param module ps.nn.Module
 ---@return ps.nn.Module self
 function ModuleList:insert(index, module)
@@ -144,7 +145,7 @@ function ModuleList:insert(index, module)
   return self
 end
 
---- Removes a module and returns it. Later indices decrease by one.
+--- Removes a module and returns it. The indices of all later modules decrease by one.
 ---@param index? integer (default -1, the last module)
 ---@return ps.nn.Module module
 function ModuleList:remove(index)
@@ -154,7 +155,7 @@ function ModuleList:remove(index)
   return module
 end
 
---- Returns true: each element is a block of Module:recompute_blocks.
+--- Returns true, because each element is a block for Module:recompute_blocks.
 ---@return boolean
 function ModuleList:holds_blocks() return true end
 
@@ -165,7 +166,8 @@ function ModuleList:size() return self.length end
 ---@return integer
 function ModuleList:len() return self.length end
 
---- Returns an iterator over the modules with i from 0, for `for i, module in list:each() do`, like `ipairs(list)`.
+--- Returns an iterator for `for i, module in list:each() do`. It produces the same values as `ipairs(list)`: the
+--- modules and their indices, which begin at 0.
 ---@return fun(): integer?, ps.nn.Module?
 function ModuleList:each()
   local i = -1
@@ -179,7 +181,7 @@ end
 local Sequential = nn_module.class("Sequential", ModuleList)
 
 --- Creates a chain of modules.
----@param ... ps.nn.Module modules, each of which is applied to the result of the previous one
+---@param ... ps.nn.Module the modules, each of which is applied to the result of the previous module
 function Sequential:init(...)
   for i = 1, select("#", ...) do
     local module = select(i, ...)
@@ -191,7 +193,7 @@ function Sequential:init(...)
   end
 end
 
---- Returns whether an element is a block of Module:recompute_blocks: it must contain modules.
+--- Returns whether an element is a block for Module:recompute_blocks. An element is a block if it contains modules.
 ---@param element ps.nn.Module
 ---@return boolean
 function Sequential:holds_blocks(element) -- luacheck: ignore 212/self

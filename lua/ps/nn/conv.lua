@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Convolutions of signals [N, C, L] and images [N, C, H, W], and their transposes. Weights have PyTorch's layouts.
+-- Convolutions of signals [N, C, L] and images [N, C, H, W], and transposed convolutions. Weights have PyTorch's
+-- layouts.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
@@ -16,7 +17,7 @@ local CONV = { stride = "whole|table", padding = "whole|table|string", dilation 
 local TRANSPOSE = { stride = "whole|table", padding = "whole|table", output_padding = "whole|table", groups = "whole",
   bias = "boolean", dilation = "whole|table", dtype = "string", device = "string" }
 
--- Returns a list of n numbers, one per dimension, from one number or from a list.
+-- Returns a list of n numbers, one per dimension. `value` is one number for all dimensions, or a list.
 local function each(value, n, what, least)
   local list = type(value) == "table" and caller.list(value, what) or {}
   for i = 1, n do list[i] = type(value) == "table" and value[i] or value end
@@ -68,7 +69,7 @@ local function init_conv(self, name, n, in_channels, out_channels, kernel_size, 
     end
   end
   self.use = { stride = self.stride, padding = self.padding, dilation = self.dilation, groups = self.groups }
-  if self.padding_mode ~= "zeros" then                            -- F.pad pads from the last dimension on
+  if self.padding_mode ~= "zeros" then                            -- F.pad's list begins with the last dimension
     local around = {}
     for i = n, 1, -1 do
       local total = self.padding == "same" and self.dilation[i] * (self.kernel_size[i] - 1) or 0
@@ -109,17 +110,18 @@ local Conv1d = core.class("Conv1d")
 Conv1d.unscoped, Conv1d.extra_repr = true, extra_repr
 
 --- Creates a cross-correlation of signals. Weight and bias are uniform in +-1 / sqrt(in_channels / groups *
---- kernel_size), as in PyTorch. (nn.Conv1D is a different layer, the product of Hugging Face's GPT-2.)
+--- kernel_size), as in PyTorch. nn.Conv1D is a different layer: it is the product with a weight in Hugging Face's
+--- GPT-2.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer, bias?:
----  boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular", dtype?: string, device?: string} defaults: 1, 0,
----  1, 1, true, "zeros"
+--- boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular", dtype?: string, device?: string} the defaults are
+--- 1, 0, 1, 1, true and "zeros"
 function Conv1d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv1d", 1, in_channels, out_channels, kernel_size, options)
 end
---- Returns the cross-correlation, plus the bias.
+--- Returns the cross-correlation of x with the weight, plus the bias.
 ---@param x ps.Tensor [N, in_channels, L] or [in_channels, L]
 ---@return ps.Tensor [N, out_channels, length] or [out_channels, length]
 function Conv1d:forward(x) return forward(self, x, F.conv1d) end
@@ -138,11 +140,11 @@ Conv2d.unscoped, Conv2d.extra_repr = true, extra_repr
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[]|"same"|"valid", dilation?:
 --- integer|integer[], groups?: integer, bias?: boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular",
---- dtype?: string, device?: string} defaults: 1, 0, 1, 1, true, "zeros"
+--- dtype?: string, device?: string} the defaults are 1, 0, 1, 1, true and "zeros"
 function Conv2d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv2d", 2, in_channels, out_channels, kernel_size, options)
 end
---- Returns the cross-correlation, plus the bias.
+--- Returns the cross-correlation of x with the weight, plus the bias.
 ---@param x ps.Tensor [N, in_channels, H, W] or [in_channels, H, W]
 ---@return ps.Tensor [N, out_channels, height, width] or [out_channels, height, width]
 function Conv2d:forward(x) return forward(self, x, F.conv2d) end
@@ -164,17 +166,17 @@ end
 local ConvTranspose1d = core.class("ConvTranspose1d")
 ConvTranspose1d.unscoped, ConvTranspose1d.extra_repr = true, extra_repr
 
---- Creates the transpose of nn.Conv1d, which lengthens signals. Weight and bias are uniform in +-1 / sqrt(out_channels
---- / groups * kernel_size), as in PyTorch.
+--- Creates a transposed convolution of signals. It is the transpose of nn.Conv1d and makes signals longer. Weight and
+--- bias are uniform in +-1 / sqrt(out_channels / groups * kernel_size), as in PyTorch.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, output_padding?: integer, groups?: integer, bias?: boolean,
----  dilation?: integer, dtype?: string, device?: string} defaults: 1, 0, 0, 1, true, 1
+--- dilation?: integer, dtype?: string, device?: string} the defaults are 1, 0, 0, 1, true and 1
 function ConvTranspose1d:init(in_channels, out_channels, kernel_size, options)
   init_transpose(self, "nn.ConvTranspose1d", 1, in_channels, out_channels, kernel_size, options)
 end
---- Returns the transposed convolution, plus the bias.
+--- Returns the transposed convolution of x with the weight, plus the bias.
 ---@param x ps.Tensor [N, in_channels, L] or [in_channels, L]
 ---@return ps.Tensor [N, out_channels, length] or [out_channels, length]
 function ConvTranspose1d:forward(x) return F.conv_transpose1d(x, self.weight, self.bias, self.use) end
@@ -186,18 +188,19 @@ conv.ConvTranspose1d = ConvTranspose1d
 local ConvTranspose2d = core.class("ConvTranspose2d")
 ConvTranspose2d.unscoped, ConvTranspose2d.extra_repr = true, extra_repr
 
---- Creates the transpose of nn.Conv2d, which enlarges images. Weight and bias are uniform in +-1 / sqrt(n), as in
---- PyTorch, where n is out_channels / groups times the number of elements of a kernel.
+--- Creates a transposed convolution of images. It is the transpose of nn.Conv2d and enlarges images. Weight and bias
+--- are uniform in +-1 / sqrt(n), as in PyTorch, where n is out_channels / groups times the number of elements of a
+--- kernel.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], output_padding?: integer|integer[],
----  groups?: integer, bias?: boolean, dilation?: integer|integer[], dtype?: string, device?: string} defaults: 1, 0, 0,
----  1, true, 1
+--- groups?: integer, bias?: boolean, dilation?: integer|integer[], dtype?: string, device?: string} the defaults are 1,
+--- 0, 0, 1, true and 1
 function ConvTranspose2d:init(in_channels, out_channels, kernel_size, options)
   init_transpose(self, "nn.ConvTranspose2d", 2, in_channels, out_channels, kernel_size, options)
 end
---- Returns the transposed convolution, plus the bias.
+--- Returns the transposed convolution of x with the weight, plus the bias.
 ---@param x ps.Tensor [N, in_channels, H, W] or [in_channels, H, W]
 ---@return ps.Tensor [N, out_channels, height, width] or [out_channels, height, width]
 function ConvTranspose2d:forward(x) return F.conv_transpose2d(x, self.weight, self.bias, self.use) end

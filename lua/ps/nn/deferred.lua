@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.deferred and ps.materialize: models that are made without data and get it later. Each process gets only the data
--- of its own tensors:
+-- ps.deferred and ps.materialize: models that are created without data and get their data later. In this way each
+-- process allocates only the data of its own tensors:
 --
 --   local model = ps.deferred(function() return gpt2.new("gpt2-xl") end)       -- on meta: names and shapes
 --   ps.materialize(model, { elsewhere = function(name) return not mine[name] and "rank 1 (stage 1)" end })
 --
--- While the function runs, each op on meta is recorded with its tensors and its attributes, which contain seed and
--- offset of random numbers. The offsets (Philox) advance as with data. ps.materialize repeats the ops that compute a
--- parameter's bytes, so the bits are those that the function would make with data. An op that cannot be repeated is an
--- error that names the parameter. The idea is from torchdistx's deferred_init.
+-- While the function runs, each op on meta is recorded. The record has the op's tensors and attributes. The attributes
+-- contain the seed and the offset of random numbers. The offsets (Philox) advance as they would with data.
+-- ps.materialize repeats the ops that compute a parameter's values. The values therefore equal, bit for bit, the values
+-- that the function would compute with data. An op that cannot be repeated is an error that names the parameter. The
+-- idea is from torchdistx's deferred_init.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"
@@ -28,8 +29,8 @@ local error = caller.error
 
 local deferred = {}
 
--- Compiled code would keep closures of a record alive, and with them the model's tensors. The code here runs only
--- briefly.
+-- LuaJIT does not compile this file. Compiled code would keep the closures of a record alive, and the closures hold the
+-- model's tensors. The code of this file runs only briefly, so compiling would save little time.
 jit.off(true, true)
 
 local META = native.device_index "meta"
@@ -39,34 +40,35 @@ local address = nn_module.address
 
 local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end
 
--- Returns a second Lua object for a tensor's header, which it retains.
+-- Returns another Lua object for a tensor's header. The object has its own reference to the tensor.
 local function held(t)
   C.ps_tensor_retain(t)
   return own(ffi.cast("ps_tensor *", t))
 end
 
 -- -- recording ------------------------------------------------------------------------------------------------------
--- Records everything that is computed on meta, in order. A node is an op, or another source of a tensor's values
--- (`run`). All headers are kept alive, so that no address is used twice.
+-- Records everything that is computed on meta, in order. A node of the record is an op, or another source of a tensor's
+-- values (with a function `run`). The record keeps all headers alive, so that no address is reused. The tables below
+-- are indexed by the address of a header or of a storage.
 ---@class ps.deferred.Record
 ---@field nodes table[]
----@field maker table<integer, table> the node that made a header, or EMPTY if it was made without values, by the
----  header's address
----@field storage table<integer, integer> address of a header's storage on meta, by the header's address
----@field writers table<integer, table[]> nodes that wrote into a storage, by the storage's address
----@field versions table<integer, integer> a storage's version after the last recorded write, by the storage's address
----@field whole table<integer, ps.Tensor> the whole tensor of a shard, by the address of the shard's header
+---@field maker table<integer, table> by header: the node that created the header, or EMPTY if the tensor was created
+--- without values
+---@field storage table<integer, integer> by header: the address of the header's storage on meta
+---@field writers table<integer, table[]> by storage: the nodes that wrote into the storage
+---@field versions table<integer, integer> by storage: the storage's version after the last recorded write
+---@field whole table<integer, ps.Tensor> by header of a shard: the whole tensor
 local Record = {}
 Record.__index = Record
 
-local EMPTY = {}                                  -- maker of tensors that have no values
+local EMPTY = {}                                  -- maker of tensors that were created without values
 
 local function new_record()
   return setmetatable({ nodes = {}, maker = {}, storage = {}, writers = {}, versions = {}, held = {}, whole = {} },
     Record)
 end
 
--- Returns a function that raises an error if the tensor was written to after this call.
+-- Returns a function that raises an error if the tensor has been written to since this call.
 local function unchanged(t)
   local version = C.ps_tensor_version(t)
   return function()
@@ -84,27 +86,28 @@ function Record:wrote(storage, node)
   table.insert(self.writers[storage], node)
 end
 
--- Checks an input t after an op. If the op wrote into t's storage, records the op as a writer.
+-- Checks an input t after an op has run. If the op wrote into t's storage, records the op's node as a writer.
 function Record:touched(node, t)
   local storage, version = storage_of(t), C.ps_tensor_version(t)
   local before = node.before[storage]
   if version == before then return end
-  -- the versions differ if an earlier write was not recorded
+  -- The two versions are different if an earlier write was not recorded.
   if self.versions[storage] == before then self.versions[storage] = version end
   self:wrote(storage, node)
 end
 
--- Records the node that created a header, or EMPTY if the header has no values.
+-- Records the node that created a header. The node is EMPTY if the tensor was created without values.
 function Record:makes(header, node)
   local storage = storage_of(header)
   self.maker[address(header)], self.storage[address(header)] = node, storage
   if not self.versions[storage] then self.versions[storage] = C.ps_tensor_version(header) end
 end
 
---- Begins the record of an op before it runs (E.recorder).
+--- Begins the record of an op before the op runs. native.recorder is the record.
 ---@return table node
 function Record:begin(op, n_in, ins, attrs, nbytes)
-  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- so that Lua does not collect them
+  -- These references keep Lua from collecting the inputs.
+  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
   local node = { op = op, n_in = n_in, ins = {}, attrs = ffi.string(attrs, nbytes), nbytes = nbytes, before = {} }
   for i = 0, n_in - 1 do
     if ins[i] ~= nil then
@@ -115,7 +118,7 @@ function Record:begin(op, n_in, ins, attrs, nbytes)
   return node
 end
 
---- Finishes the record of an op that has run. Ops whose results have data are not recorded.
+--- Finishes the record of an op that has run. An op is not recorded if its results have data.
 function Record:finish(node, results)
   node.outs = {}
   for i = 0, 3 do if results[i] ~= nil then node.outs[i] = held(results[i]) end end
@@ -129,14 +132,14 @@ function Record:finish(node, results)
   end
 end
 
---- Records a tensor that was made without values.
+--- Records a tensor that was created without values.
 function Record:empty(t)
   if t.device_ ~= META then return end
   self:makes(t, EMPTY)
   self.held[#self.held + 1] = held(t)
 end
 
---- Records `to` on meta: a copy of `from`, or another header of the same bytes.
+--- Records a tensor `to` on meta that is a copy of `from`, or another header of the same storage.
 function Record:copied(from, to)
   if to.device_ ~= META then return end
   from = held(from)
@@ -156,7 +159,7 @@ function Record:copied(from, to)
   self:makes(to, node)
 end
 
--- Records that all values of t come from a file or a table of tensors.
+-- Records that all values of t are from a file or from a table of tensors.
 function Record:loads(t, state, name)
   local node = { ins = { [0] = held(t) }, n_in = 1, outs = {}, whole = true }
   local path, own_name, open = deferred.origin(state, name)
@@ -183,8 +186,8 @@ function Record:loads(t, state, name)
   self:wrote(storage_of(t), node)
 end
 
---- Returns the file of a tensor in an open state, and the tensor's name in it. Returns nil if the state is a table of
---- tensors.
+--- Returns the file of a tensor in an open state, and the tensor's name in this file. Returns nil if the state is a
+--- table of tensors.
 ---@param state table
 ---@param name string
 ---@return string? path
@@ -217,7 +220,7 @@ local function nodes_for(record, t)
       error("it was written in a way that cannot be repeated", 0)
     end
     local writers, from = record.writers[storage] or {}, 1
-    for i, node in ipairs(writers) do if node.whole then from = i end end  -- this node overwrote all earlier writes
+    for i, node in ipairs(writers) do if node.whole then from = i end end  -- node overwrote all earlier values
     for i = from, #writers do include(writers[i]) end
   end
   need_header(t)
@@ -225,8 +228,9 @@ local function nodes_for(record, t)
   return list
 end
 
--- Returns the tensor with data that stands for a header, created empty at first. The header's own tensor is not used:
--- it may have got values already, while others were computed from its old values.
+-- Returns the tensor with data that replaces a header's tensor while ops are repeated. It is created empty at the first
+-- call. The header's own tensor is not used, because it may already have its final values, while other tensors were
+-- computed from its earlier values.
 local function real(record, env, header, device)
   local at = address(header)
   if not record.maker[at] then return header end
@@ -251,21 +255,23 @@ local function run_node(record, env, node, device, files)
   for i = 0, 3 do if made[i] ~= nil and node.outs[i] ~= nil then env[address(node.outs[i])] = made[i] end end
 end
 
--- Runs the nodes of `list` and returns the values of a tensor on a device.
+-- Runs the nodes of `list`, and returns the values of a tensor on a device.
 local function compute(record, list, env, t, device, files)
   for _, node in ipairs(list) do run_node(record, env, node, device, files) end
   return real(record, env, t, device)
 end
 
--- Ops that fill a tensor in place, by op code: the type of their attributes, and whether these contain `offset`, the
--- counter of the first element's random number. Element i gets counter offset + i.
+-- Ops that fill a tensor in place, by op code. `attributes` is the type of the op's attributes. `numbered` says that
+-- the attributes contain `offset`, the counter of the first element's random number. Element i then gets the counter
+-- offset + i.
 local FILLS = {
   [C.PS_OP_normal_] = { attributes = ffi.typeof "ps_attrs_normal_", numbered = true },
   [C.PS_OP_uniform_] = { attributes = ffi.typeof "ps_attrs_uniform_", numbered = true },
   [C.PS_OP_fill_] = { attributes = ffi.typeof "ps_attrs_fill_" },
 }
 
--- Returns whether a tensor's values come only from fills of the whole tensor, so that a part can be filled alone.
+-- Returns whether all values of a tensor are from ops that fill the whole tensor. A part of such a tensor can be filled
+-- without the rest.
 local function is_filled(record, list, t)
   if record.maker[address(t)] ~= EMPTY or not t:is_contiguous() then return false end
   for _, node in ipairs(list) do
@@ -274,7 +280,8 @@ local function is_filled(record, list, t)
   return true
 end
 
--- Fills `numel` elements of t from element `at` on, with the values of the whole tensor from element `first` on.
+-- Fills `numel` elements of t, beginning with element `at`. They get the values of the whole tensor's elements,
+-- beginning with element `first`.
 local function fill_run(t, at, numel, node, first)
   local how, ins = FILLS[node.op], pointer_array(1)
   local attributes = how.attributes()
@@ -288,12 +295,15 @@ local function fill_run(t, at, numel, node, first)
   native.give_back(part)
 end
 
--- Returns the values of a shard, computed by the fills of the whole tensor. If the cut divides rows, fills row by row.
+-- Returns the values of a shard by repeating the fills of the whole tensor only for the shard's elements. If the
+-- dimension that is cut divides rows, the shard is filled row by row.
 local function fill_shard(list, whole, desc, device)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
-  if not devices.computes then return t end                             -- a script's dry run has no values
+  if not devices.computes then return t end                             -- the dry run of a script has no values
   local flat, d, shape = t:reshape(-1), desc.dim + 1, desc.full_shape
-  local rows, inner, wide = 1, 1, t:shape()[d]                      -- [rows, cut dimension, inner]
+  -- The shard is treated as a tensor of shape [rows, wide, inner], where `wide` is the shard's size in the cut
+  -- dimension.
+  local rows, inner, wide = 1, 1, t:shape()[d]
   for i = 1, d - 1 do rows = rows * shape[i] end
   for i = d + 1, #shape do inner = inner * shape[i] end
   for _, node in ipairs(list) do
@@ -308,7 +318,7 @@ local function fill_shard(list, whole, desc, device)
   return t
 end
 
--- Reads the values of one shard from a file. node: the load of the whole tensor.
+-- Reads the values of one shard from a file. `node` is the recorded load of the whole tensor.
 local function read_shard(node, whole, desc, device, files)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   for _, piece in ipairs(shard.pieces(desc)) do
@@ -317,7 +327,7 @@ local function read_shard(node, whole, desc, device, files)
   return t
 end
 
--- Sets the values of t on a device: all values, or a shard's if t is a shard of another tensor.
+-- Sets the values of t on a device. If t is a shard of another tensor, t gets only the values of the shard.
 local function fill(record, t, device, files)
   local whole, desc = record.whole[address(t)], nil
   if whole then desc = shard.of(t) else whole = t end
@@ -332,16 +342,17 @@ local function fill(record, t, device, files)
     end
     if not value:is_contiguous() or value.offset ~= 0 then value = value:clone() end
     native.check(C.ps_tensor_set_data(t, value:keep()))
-    for _, made in pairs(env) do native.give_back(made) end     -- freed now, so that only t holds the bytes
+    for _, made in pairs(env) do native.give_back(made) end     -- freed at once, so that only t holds memory
     if desc then native.give_back(value) end
   end)
 end
 
 -- -- models ---------------------------------------------------------------------------------------------------------
-local records = setmetatable({}, { __mode = "k" })          -- {record, device} by model
-local absent = setmetatable({}, { __mode = "k" })           -- where the values are, by parameter of another process
+local records = setmetatable({}, { __mode = "k" })          -- { record, device } by model
+-- The parameters that are on other processes. The value says where the parameter's values are.
+local absent = setmetatable({}, { __mode = "k" })
 
--- Adds to an op's error that an input is on another process, and where.
+-- If an input of a failed op is on another process, adds to the error where the input is.
 hooks.on("op_failed", function(n_in, ins)
   for i = 0, n_in - 1 do
     for t, text in pairs(absent) do
@@ -350,11 +361,12 @@ hooks.on("op_failed", function(n_in, ins)
   end
 end)
 
--- Does not load values of a tensor that is on another process.
+-- Prevents loading the values of a tensor that is on another process.
 hooks.on("load", function(t) return absent[t] and t.device_ == META and { elsewhere = true } or nil end)
 
---- Runs a function that makes a model, without data. Tensors are on meta unless the function names a device, and random
---- numbers advance as with data. ps.materialize computes the values, with the bits that fn() would compute with data.
+--- Runs a function that creates a model, but without data. Tensors are created on meta unless the function names a
+--- device. Random numbers advance as they would with data. ps.materialize computes the values later. Bit for bit, they
+--- equal the values that fn() would compute with data.
 ---@param fn fun(...): ps.nn.Module
 ---@param ... any arguments of fn
 ---@return ps.nn.Module model
@@ -381,8 +393,9 @@ end
 
 local OPTIONS = { device = "string", elsewhere = "callable" }
 
--- Returns all tensors of a model as {name =, tensor =, kind =}, each once: parameters in their order, under their first
--- names, then buffers and tensors in plain fields. A packed weight has the kind "packed".
+-- Returns all tensors of a model as a list of {name =, tensor =, kind =}, in which each tensor occurs once. The list
+-- begins with the parameters in their order, under their first names. Buffers and tensors in plain fields follow. A
+-- packed weight has the kind "packed".
 local function tensors_of(model)
   local list, seen = {}, {}
   for name, p in model:named_parameters() do
@@ -403,7 +416,7 @@ local function tensors_of(model)
   return list
 end
 
--- Computes the values of one tensor of the model. Errors name the tensor.
+-- Computes the values of one tensor of the model. An error names the tensor.
 local function give_values(record, entry, device, files)
   local ok, why = pcall(fill, record, entry.tensor, device, files)
   if not ok then
@@ -418,10 +431,10 @@ local function give_values(record, entry, device, files)
   if entry.kind == "packed" then hooks.tell("packed", entry.tensor, entry.name) end
 end
 
---- Creates a parameter that is a shard of one of the model's parameters, which it will replace in the modules.
---- ps.materialize sets the shard's values.
+--- Creates a parameter that is a shard of one of the model's parameters. The caller replaces that parameter by the
+--- shard in the modules. ps.materialize sets the shard's values.
 ---@param model ps.nn.Module made by ps.deferred
----@param parameter ps.Tensor without values yet
+---@param parameter ps.Tensor the whole parameter, which has no values yet
 ---@param desc ps.nn.Shard
 ---@return ps.Tensor
 function deferred.cut(model, parameter, desc)
@@ -438,24 +451,25 @@ function deferred.cut(model, parameter, desc)
   return shard.set(part, desc)
 end
 
--- Frees the bytes of a tensor that is on another process.
+-- Frees the data of a tensor that is on another process.
 local function leave(t)
   if t.device_ == META then return end
   native.check(C.ps_tensor_set_data(t, create.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
 end
 
---- Frees the bytes of a parameter that is on another process, but keeps its shape and type.
+--- Frees the data of a parameter that is on another process. The parameter keeps its shape and type.
 ---@param parameter ps.Tensor
----@param text string for errors about its use: what the parameter is, and where its values are
+---@param text string text for errors about the parameter's use, which says what the parameter is and where its values
+--- are
 function deferred.leave(parameter, text)
   absent[parameter] = text
   leave(parameter)
 end
 
---- Computes the values of a model made by ps.deferred, one tensor at a time. The option `elsewhere` gets each tensor
---- and its name (for a tied tensor, the first name). If it returns nil or false, the tensor gets values. Otherwise it
---- returns where the values are, such as "rank 1 (stage 1)": the tensor then keeps only its shape and type, and an op
---- that uses it raises an error with this text.
+--- Computes the values of a model that ps.deferred created, one tensor at a time. The option `elsewhere` is called with
+--- each tensor's name and the tensor. A tied tensor has its first name. If `elsewhere` returns nil or false, the tensor
+--- gets values. Otherwise it returns the place of the values, such as "rank 1 (stage 1)". The tensor then keeps only
+--- its shape and type, and an op that uses it raises an error with this text.
 ---@param model ps.nn.Module
 ---@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device (default:
 --- the device of new tensors at the time of ps.deferred)

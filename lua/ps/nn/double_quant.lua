@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Double quantization of the scales of NF4 (Dettmers et al. 2023), in the format of bitsandbytes: a scale is
--- map[code] * absmax + offset. absmax is the largest magnitude of 256 scales minus the offset, and the offset is the
--- mean of a weight's scales. The map is that of Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
+-- Double quantization of the scales of NF4 (Dettmers et al. 2023), in the format of bitsandbytes. A scale is map[code]
+-- * absmax + offset. The offset is the mean of all scales of a weight. Each group of 256 scales has its own absmax: the
+-- largest magnitude of a scale minus the offset. The map is that of Dettmers et al. 2022, "8-bit Optimizers via
+-- Block-wise Quantization".
 local array = require "ps.core.array"
 local packed = require "ps.nn.packed"
 
@@ -12,9 +13,12 @@ local floats, bytes = array "float", array "uint8_t"
 
 local function rounded(x) return floats(1, { x })[0] end
 
---- Returns the 256 values of the codes, ascending: 7 decades, of which decade i has 2^i values of either sign, the
---- centers of equal parts of 0.1 .. 1; and 0 and 1. They have the bits of bitsandbytes' map, which PyTorch's linspace
---- computes in fp32, the upper half of the bounds from 1 downwards.
+--- Returns the 256 values of the codes in ascending order. They are 0, 1 and the values of seven decades, i = 0 .. 6.
+--- Decade i has 2^i positive and 2^i negative values. To get them, the interval 0.1 .. 1 is divided into 2^i equal
+--- parts, and the centers of the parts are multiplied by 10^(i - 6).
+--- The values equal the values of bitsandbytes' map bit for bit. bitsandbytes computes the bounds of the parts with
+--- PyTorch's linspace in fp32. linspace computes the lower half of the bounds upwards from 0.1, and the upper half
+--- downwards from 1.
 ---@return number[] fp32 values
 function double_quant.map()
   local list, first = { 0, 1 }, rounded(0.1)
@@ -35,7 +39,7 @@ function double_quant.map()
 end
 
 local function nearest(map, x)
-  local low, high = 1, #map                                -- map[low] <= x < map[high], or an end
+  local low, high = 1, #map                                -- map[low] <= x < map[high], unless x is outside of the map
   while high - low > 1 do
     local middle = math.floor((low + high) / 2)
     if map[middle] <= x then low = middle else high = middle end
@@ -47,7 +51,7 @@ end
 ---@param values ffi.cdata* float [n]
 ---@param n integer
 ---@return ffi.cdata* codes uint8_t [n]
----@return ffi.cdata* scales float [packed.scales_numel]: offset, map, absolute maxima (base/blocks.h)
+---@return ffi.cdata* scales float [packed.scales_numel]: the offset, the map, and the absolute maxima (base/blocks.h)
 function double_quant.quantize(values, n)
   local map, sum = double_quant.map(), 0
   local groups = math.ceil(n / GROUP)

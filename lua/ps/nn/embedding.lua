@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- nn.Embedding: looks up the vectors of integer ids.
+-- nn.Embedding looks up the vectors of integer ids. nn.EmbeddingBag combines the vectors of several ids.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local native = require "ps.core.ffi"
@@ -17,11 +17,11 @@ Embedding.unscoped = true
 local META = native.device_index "meta"                        -- an embedding matrix on meta has no values to send
 local OPTIONS = { std = "number", padding_idx = "whole", dtype = "string", device = "string" }
 
---- Creates an embedding: a matrix whose rows are looked up by integer.
+--- Creates an embedding. An embedding is a matrix whose rows are looked up by index.
 ---@param rows integer V, the number of rows
 ---@param width integer C, the size of each row
----@param options? {std?: number, padding_idx?: integer, dtype?: string, device?: string} std: deviation of the initial
----  values (default 1); padding_idx: a row that is initially 0 and gets no gradient from lookups
+---@param options? {std?: number, padding_idx?: integer, dtype?: string, device?: string} std: standard deviation of the
+--- initial values (default 1); padding_idx: index of a row that is initially 0 and gets no gradient from lookups
 function Embedding:init(rows, width, options)
   options = caller.options(options, "nn.Embedding", OPTIONS)
   caller.whole(rows, "nn.Embedding: the number of rows")
@@ -37,7 +37,7 @@ function Embedding:init(rows, width, options)
   if self.padding_idx then init.zeros_(self.weight:narrow(0, self.padding_idx, 1)) end
 end
 
---- Returns the rows at the given indices. If weight and indices are on different devices, rows are looked up on the
+--- Returns the rows at the given indices. If weight and indices are on different devices, the rows are looked up on the
 --- weight's device and copied to the indices' device.
 ---@param index ps.Tensor integers [...]
 ---@return ps.Tensor [..., width]
@@ -66,8 +66,8 @@ local BAG = { mode = "string", std = "number", padding_idx = "whole", include_la
 ---@param rows integer V, the number of rows
 ---@param width integer C, the size of each row
 ---@param options? {mode?: "mean"|"sum"|"max", std?: number, padding_idx?: integer, include_last_offset?: boolean,
----  dtype?: string, device?: string} mode (default "mean"); std: deviation of the initial values (default 1); others
----  as in F.embedding_bag
+--- dtype?: string, device?: string} mode (default "mean"); std: standard deviation of the initial values (default 1);
+--- the other options are those of F.embedding_bag
 function EmbeddingBag:init(rows, width, options)
   options = caller.options(options, "nn.EmbeddingBag", BAG)
   Embedding.init(self, rows, width, { std = options.std, padding_idx = options.padding_idx, dtype = options.dtype,
@@ -77,7 +77,7 @@ function EmbeddingBag:init(rows, width, options)
   self.include_last_offset = options.include_last_offset
 end
 --- Returns the mean, sum or maximum of the rows of each bag.
----@param index ps.Tensor integers [B, L], where each row is a bag, or [N] with offsets
+---@param index ps.Tensor integers [B, L], where each row is a bag; or integers [N], with `offsets`
 ---@param offsets? ps.Tensor integers [B], the index of each bag's first element
 ---@param per_sample_weights? ps.Tensor factors of index's shape, for mode "sum"
 ---@return ps.Tensor [B, width]

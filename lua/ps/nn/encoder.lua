@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- PyTorch's encoder and decoder layers (Vaswani et al. 2017). The parameter names are PyTorch's, so that states load in
--- both directions. Tensors are [T, B, C] unless batch_first.
+-- PyTorch's encoder and decoder layers (Vaswani et al. 2017). The parameter names are PyTorch's. States can therefore
+-- be exchanged with PyTorch in both directions. Tensors are [T, B, C] unless batch_first.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
@@ -16,8 +16,8 @@ local OPTIONS = { dim_feedforward = "whole", dropout = "number", activation = "s
   device = "string" }
 local ACTIVATIONS = { relu = F.relu, gelu = F.gelu }
 
--- Creates the members that encoder and decoder layers share, in PyTorch's order: self_attn, linear1, dropout, linear2,
--- norm1, ...
+-- Creates the members that encoder and decoder layers share. The order of the members is PyTorch's: self_attn, linear1,
+-- dropout, linear2, norm1 and so on.
 local function init(self, call, width, heads, options, cross)
   options = caller.options(options, call, OPTIONS)
   self.made_of = { width, heads, options }
@@ -40,7 +40,7 @@ local function init(self, call, width, heads, options, cross)
   for i = 1, cross and 3 or 2 do self["dropout" .. i] = activation.Dropout(p) end
 end
 
--- Returns x + fn(norm(x)) with norm_first, else norm(x + fn(x)).
+-- Returns x + fn(norm(x)) with norm_first, and norm(x + fn(x)) otherwise.
 local function step(self, x, which, fn)
   local layer_norm = self["norm" .. which]
   if self.norm_first then return x + fn(layer_norm(x)) end
@@ -54,14 +54,14 @@ end
 ---@class ps.nn.TransformerEncoderLayer: ps.nn.Module
 local EncoderLayer = nn_module.class("TransformerEncoderLayer")
 
--- Returns a layer's rules for tensor parallelism, by member.
+-- Returns the rules for splitting a layer with tensor parallelism, by member.
 local function table_of(extra)
   return { self_attn = "attention", multihead_attn = extra, linear1 = "column", dropout = "columns", linear2 = "row" }
 end
 EncoderLayer.tensor_parallel = table_of()
 
---- Creates a layer of self-attention and a feed-forward network (two linear layers), each with a residual and a
---- LayerNorm.
+--- Creates a layer of self-attention and a feed-forward network, which consists of two linear layers. Both have a
+--- residual and a LayerNorm.
 ---@param width integer E
 ---@param heads integer number of heads, which must divide E
 ---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function, layer_norm_eps?:
@@ -75,8 +75,8 @@ local ENCODE = { src_mask = "tensor", src_key_padding_mask = "tensor", is_causal
 
 --- Runs the layer.
 ---@param src ps.Tensor [T, B, E], or [B, T, E] with batch_first
----@param options? {src_mask?: ps.Tensor, src_key_padding_mask?: ps.Tensor, is_causal?: boolean, cache?: table} the
----  options attn_mask, key_padding_mask, is_causal and cache of nn.MultiheadAttention
+---@param options? {src_mask?: ps.Tensor, src_key_padding_mask?: ps.Tensor, is_causal?: boolean, cache?: table} passed
+--- to nn.MultiheadAttention as attn_mask, key_padding_mask, is_causal and cache
 ---@return ps.Tensor of src's shape
 function EncoderLayer:forward(src, options)
   options = caller.options(options, "nn.TransformerEncoderLayer's forward", ENCODE)
@@ -92,8 +92,8 @@ end
 local DecoderLayer = nn_module.class("TransformerDecoderLayer")
 DecoderLayer.tensor_parallel = table_of "attention"
 
---- Creates a layer of self-attention, attention to an encoder's memory, and a feed-forward network (two linear layers),
---- each with a residual and a LayerNorm.
+--- Creates a layer of self-attention, attention to an encoder's memory, and a feed-forward network, which consists of
+--- two linear layers. Each of the three has a residual and a LayerNorm.
 ---@param width integer E
 ---@param heads integer number of heads, which must divide E
 ---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function, layer_norm_eps?:
@@ -108,11 +108,11 @@ local DECODE = { tgt_mask = "tensor", memory_mask = "tensor", tgt_key_padding_ma
 
 --- Runs the layer.
 ---@param tgt ps.Tensor [T, B, E], or [B, T, E] with batch_first
----@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if its keys are in the cache
+---@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if the cache has the memory's keys
 ---@param options? {tgt_mask?: ps.Tensor, memory_mask?: ps.Tensor, tgt_key_padding_mask?: ps.Tensor,
----  memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} masks have
----  the form of nn.MultiheadAttention's masks. cache: a table for decoding, which is empty at first. With a cache, a
----  call passes only the next positions, and the cache keeps the keys of these positions and of the memory
+--- memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} masks have
+--- the form of nn.MultiheadAttention's masks. cache: a table for decoding, which is empty at first. With a cache, each
+--- call passes only the next positions, and the cache keeps the keys of these positions and of the memory
 ---@return ps.Tensor of tgt's shape
 function DecoderLayer:forward(tgt, memory, options)
   options = caller.options(options, "nn.TransformerDecoderLayer's forward", DECODE)
@@ -138,7 +138,7 @@ function DecoderLayer:forward(tgt, memory, options)
 end
 
 -- -- stacks ---------------------------------------------------------------------------------------------------------
--- Returns n layers: the given one and n - 1 copies with its settings and values, as in PyTorch.
+-- Returns n layers, as PyTorch does: the given layer, and n - 1 copies of it with its settings and values.
 local function layers_of(call, layer, n)
   if type(layer) == "table" and not nn_module.is_module(layer) then
     if n ~= nil and n ~= #layer then
@@ -206,10 +206,10 @@ end
 
 --- Runs the layers one after the other.
 ---@param tgt ps.Tensor [T, B, E], or [B, T, E] with batch_first
----@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if its keys are in the cache
+---@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if the cache has the memory's keys
 ---@param options? {tgt_mask?: ps.Tensor, memory_mask?: ps.Tensor, tgt_key_padding_mask?: ps.Tensor,
----  memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} the
----  options of nn.TransformerDecoderLayer; the cache contains one cache per layer
+--- memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} the options
+--- of nn.TransformerDecoderLayer; the cache contains one cache per layer
 ---@return ps.Tensor of tgt's shape
 function Decoder:forward(tgt, memory, options)
   options = caller.options(options, "nn.TransformerDecoder's forward", DECODE)
