@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Freezes parameters by name, and lists trained and frozen parameters.
+-- Freezes parameters by name, and lists which parameters are trained and which are frozen.
 local caller = require "ps.core.caller"
 local nearest = require "ps.core.nearest"
 local readable = require "ps.core.readable"
 local shard = require "ps.tensor.shard"
 
--- Converts a pattern of names to a Lua pattern over ".name.". "*" stands for any characters. Patterns begin and end at
--- dots: "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
+-- Converts a pattern of names to a Lua pattern that is matched against ".name.". "*" matches any characters. A pattern
+-- matches whole components of a name: "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte" matches
+-- "transformer.wte.weight".
 local function lua_pattern(pattern)
   return "%." .. pattern:gsub("[%^%$%(%)%%%.%[%]%+%-%?]", "%%%0"):gsub("%*", ".*") .. "%."
 end
@@ -49,7 +50,8 @@ local TRAINABLE = { prints_rows = true, __tostring = function(self)
     readable.bytes(self.nbytes))
 end }
 
--- Returns rows of parameters with summed counts. Parameters whose names differ only in layer indices share a row.
+-- Returns the rows of a table of parameters, with summed counts. Parameters whose names differ only in layer indices
+-- share a row.
 local function rows_of(module)
   local rows, by_key = { trained = 0, parameters = 0, trained_nbytes = 0, nbytes = 0 }, {}
   for name, p in module:named_parameters() do
@@ -71,10 +73,11 @@ end
 
 ---@param Module ps.nn.Module the class to which the methods are added
 return function(Module)
-  --- Freezes the parameters whose names match a pattern. Backward computes no gradients for them, and an engine created
-  --- afterwards has no masters, gradients and optimizer state for them. An engine's model may be frozen and thawed
-  --- between steps. In a pattern, "*" stands for any characters. It matches whole components of a name: "layers.*"
-  --- matches "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
+  --- Freezes the parameters whose names match a pattern. Backward computes no gradients for frozen parameters. An
+  --- engine that is created afterwards has no masters, gradients and optimizer state for them. The parameters of an
+  --- engine's model may be frozen and thawed between steps. In a pattern, "*" matches any characters. A pattern matches
+  --- whole components of a name: "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte" matches
+  --- "transformer.wte.weight".
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:freeze(patterns)
@@ -83,7 +86,7 @@ return function(Module)
   end
 
   --- Makes the parameters whose names match a pattern train again. An engine creates their masters, gradients and
-  --- optimizer state before its next step; all ranks must thaw the same parameters.
+  --- optimizer state before its next step. All ranks must thaw the same parameters.
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:thaw(patterns)
@@ -91,8 +94,8 @@ return function(Module)
     return self
   end
 
-  --- Returns the trained and the frozen parameters as a list that prints as a table with counts and bytes. Layers of
-  --- one kind share a row. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
+  --- Returns a list of the trained and the frozen parameters. The list prints as a table with counts and sizes in
+  --- bytes. Layers of one kind share a row. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
   ---@return {name: string, trained: boolean, dtype: string, tensors: integer, parameters: integer, nbytes: number}[]
   function Module:trainable() return rows_of(self) end
 end

@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The model that ps.initialize returns: a handle, which holds the engine under a key that no script can name. A field
--- that a script sets therefore never changes the engine, and the engine's fields never hide the module's.
--- Engine.PUBLIC lists the handle's own names; any other name is read from the module and written to it. The library
--- passes the engine itself, and gets it from a script's model with handle.of.
+-- The model that ps.initialize returns. It is a handle that holds the engine under a key that no script can name.
+-- Therefore a field that a script sets never changes the engine, and the engine's fields never hide the module's
+-- fields. Engine.PUBLIC lists the handle's own names. Any other name is read from the module and written to the module.
+-- Within the library, functions pass the engine itself. handle.of returns the engine of a script's model.
 local caller = require "ps.core.caller"
 local foreign = require "ps.core.foreign"
 
 local handle = {}
 
 local ENGINE = {}                                             -- the key of the engine in a handle
-local engines = setmetatable({}, { __mode = "kv" })           -- each live engine, as key and value
-local originals = setmetatable({}, { __mode = "k" })          -- the module's function, by the handle's wrapper
+local engines = setmetatable({}, { __mode = "kv" })           -- all live engines; each is a key and its own value
+local originals = setmetatable({}, { __mode = "k" })          -- the module's function for each wrapper of a handle
 
 --- Returns the engine of a model.
 ---@param model any
@@ -37,18 +37,18 @@ function handle.module(model)
   return engine and engine.module or model
 end
 
---- Returns the module's function that a handle's wrapper calls. A function that is not a wrapper is returned unchanged.
+--- Returns the module's function that a handle's wrapper calls. Returns a function that is not a wrapper unchanged.
 ---@param fn function
 ---@return function
 function handle.original(fn) return originals[fn] or fn end
 
--- Returns the results of a module's method, with the model in place of its module.
+-- Returns the results of a module's method. If the method returned its module, the model replaces the module.
 local function returned(self, first, ...)
   if first ~= nil and rawequal(first, rawget(self, ENGINE).module) then return self, ... end
   return first, ...
 end
 
--- Wraps a function of the module, so that a call on the handle calls it on the module.
+-- Wraps a function of the module. A call of the wrapper on the handle calls the function on the module.
 local function bound(self, fn)
   local engine = rawget(self, ENGINE)
   local wrapper = engine.bound[fn]
@@ -61,7 +61,7 @@ local function bound(self, fn)
   return wrapper
 end
 
--- Returns the handle's own value of a name, or nil if the name belongs to the module.
+-- Returns the handle's own value for a name, or nil if the name belongs to the module.
 local function own_value(self, methods, key)
   local engine = rawget(self, ENGINE)
   if key == "module" then return engine.module end

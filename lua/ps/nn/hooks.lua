@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Hooks of modules: functions of the script that run before and after a module's forward, and in backward when the
--- gradients of its inputs are complete. For backward hooks, the inputs and the outputs each pass through a function of
--- ps.autograd (as in PyTorch's BackwardHook).
+-- Hooks of modules: functions of a script that run before or after a module's forward, or in backward when the
+-- gradients of the module's inputs are complete. If a module has a backward hook, its inputs pass through a function of
+-- ps.autograd, and its outputs pass through another one, as in PyTorch's BackwardHook.
 local caller = require "ps.core.caller"
 local scope = require "ps.core.scope"
 local tensor_hooks = require "ps.tensor.hooks"
@@ -13,9 +13,9 @@ local hooks = {}
 local function pack(...) return { n = select("#", ...), ... } end
 
 ---@class ps.nn.Hooks lists of a module's hooks
----@field before function[]
----@field after function[]
----@field back function[]
+---@field before function[] called before forward
+---@field after function[] called after forward
+---@field back function[] called in backward
 
 local function add(module, kind, fn, call)
   caller.callable(fn, "module:" .. call)
@@ -27,27 +27,28 @@ local function add(module, kind, fn, call)
   return tensor_hooks.add(lists[kind], fn)
 end
 
---- Calls fn(module, args) before each forward of the module. args: the list of arguments, with their number in `n`. fn
---- returns nil, or new arguments as a list or a single tensor. A new argument must have the kind of the old one: a
---- tensor for a tensor, a table for a table.
+--- Calls fn(module, args) before each forward of the module. `args` is the list of arguments, with their number in `n`.
+--- fn returns nil or new arguments. New arguments are a list or a single tensor. Each new argument must have the kind
+--- of the argument that it replaces: a tensor replaces a tensor, and a table replaces a table.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[]): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_pre_hook(self, fn) return add(self, "before", fn, "register_forward_pre_hook") end
 
---- Calls fn(module, args, output) after each forward of the module. output: the returned value, or a list of several.
---- fn returns nil, or a new output of the same kind: a tensor for a tensor, a list of the same length for several
---- values.
+--- Calls fn(module, args, output) after each forward of the module. `output` is the value that forward returned, or a
+--- list if forward returned several values. fn returns nil or a new output. The new output must have the kind of the
+--- old output: a tensor replaces a tensor, and a list of the same length replaces a list.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[], output: any): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_hook(self, fn) return add(self, "after", fn, "register_forward_hook") end
 
---- Calls fn(module, grad_input, grad_output) in backward when the gradients of the module's inputs are complete. Both
---- are lists, with their length in `n`, of the gradient of each tensor among the arguments or the outputs, in order, or
---- nil. Tensors of a table among the outputs are in alphabetical order of their fields. fn returns nil, or a list that
---- replaces grad_input; a list with its length in `n` can drop a gradient by nil. Gradients are scaled as in tensor
---- hooks (t:register_hook).
+--- Calls fn(module, grad_input, grad_output) in backward when the gradients of the module's inputs are complete.
+--- grad_input is a list with the gradients of the tensors among the arguments, in order. grad_output is a list with the
+--- gradients of the tensors among the outputs, in order. Both have their length in `n`. A gradient in them may be nil.
+--- If an output is a table, its tensors are in alphabetical order of their fields. fn returns nil, or a list that
+--- replaces grad_input. If this list has its length in `n`, a nil in it drops a gradient. Gradients are scaled as in
+--- tensor hooks (t:register_hook).
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, grad_input: table<integer, ps.Tensor>, grad_output: table<integer, ps.Tensor>):
 --- table?
@@ -62,7 +63,7 @@ function hooks.has(module)
   return lists and (lists.before[1] or lists.after[1] or lists.back[1]) ~= nil or false
 end
 
---- Moves the hooks of a module to the module that replaces it.
+--- Moves the hooks of a module to another module that replaces it.
 ---@param from ps.nn.Module
 ---@param to ps.nn.Module
 function hooks.move(from, to) rawset(to, "_hooks", rawget(from, "_hooks")) end
@@ -131,7 +132,7 @@ function Outputs.backward(ctx, ...)
   return nil, ...
 end
 
--- Returns where the tensors are among values and their tables: a list of { list, key }.
+-- Finds the tensors among values and in the tables among the values. Returns their places, as a list of { list, key }.
 local function places_of(values)
   local places = {}
   for i = 1, values.n do
@@ -176,17 +177,17 @@ end
 -- -- results of forward hooks -----------------------------------------------------------------------------------------
 local function kind_of(value) return is_tensor(value) and "tensor" or type(value) end
 
--- Raises an error if a hook returned another kind of value than the one it replaces, unless that was nil.
+-- Raises an error if a hook returned another kind of value than the value that it replaces. Any kind may replace nil.
 local function check_kind(value, old, whose, place)
   if old == nil or kind_of(value) == kind_of(old) then return end
   error(("%s returned a %s for %s, which was a %s; a hook returns nil, or values of the same kinds"):format(whose,
     kind_of(value), place, kind_of(old)), 0)
 end
 
--- Returns a list with its length in `n`, from a list that may lack it.
+-- Returns a copy of a list that has its length in `n`. The list itself may have no `n`.
 local function listed(result) return { n = result.n or #result, unpack(result, 1, result.n or #result) } end
 
--- Returns the arguments of the forward after a pre-hook has returned `result`.
+-- Returns the arguments for a module's forward after a pre-hook returned `result`.
 local function new_args(module, args, result)
   local whose = "a forward pre-hook of " .. module.class_name
   if is_tensor(result) then result = { result } end
@@ -206,7 +207,7 @@ local function new_args(module, args, result)
   return new
 end
 
--- Returns the output of the forward after a hook has returned `result`.
+-- Returns the output of a module's forward after a hook returned `result`.
 local function new_output(module, out, result)
   local whose = "a forward hook of " .. module.class_name
   if out.n <= 1 then
@@ -227,7 +228,7 @@ local function new_output(module, out, result)
 end
 
 -- -- calls ------------------------------------------------------------------------------------------------------------
---- Calls a module that has hooks.
+--- Calls a module that has hooks. `body` runs the module's forward.
 ---@param module ps.nn.Module
 ---@param body fun(module: ps.nn.Module, ...): any
 ---@param ... any

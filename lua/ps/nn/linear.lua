@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Products with a weight: Linear (PyTorch's layout [out, in]), Conv1D (GPT-2's layout [in, out]), and LMHead, which
--- multiplies by a vocabulary's vectors.
+-- Layers that multiply by a weight. The weight of Linear is [out, in], as in PyTorch. The weight of Conv1D is [in,
+-- out], as in GPT-2. LMHead multiplies by the vectors of a vocabulary.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local functional = require "ps.tensor.functional"
@@ -17,8 +17,9 @@ Linear.unscoped = true
 
 local LINEAR = { bias = "boolean", std = "number", dtype = "string", device = "string" }
 
---- Creates a layer that computes y = x weight^T + bias. By default weight and bias are uniform in +-1 / sqrt(inputs),
---- as in PyTorch. With `std`, the weight is normal with this deviation and the bias is 0, as in GPT-2 and Llama.
+--- Creates a layer that computes y = x weight^T + bias. By default, weight and bias are uniform in +-1 / sqrt(inputs),
+--- as in PyTorch. With `std`, the weight is normally distributed with this standard deviation and the bias is 0, as in
+--- GPT-2 and Llama.
 ---@param inputs integer
 ---@param outputs integer
 ---@param options? {bias?: boolean, std?: number, dtype?: string, device?: string} bias (default true)
@@ -35,7 +36,7 @@ function Linear:init(inputs, outputs, options)
   self:param("bias", std and init.zeros_(bias) or init.uniform_(bias, -bound, bound))
 end
 
---- Returns x weight^T + bias. A residual is added while the product is written.
+--- Returns x weight^T + bias. A residual is added when the product is written to memory.
 ---@param x ps.Tensor [..., inputs]
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
@@ -56,7 +57,7 @@ Conv1D.unscoped = true
 local CONV1D = { std = "number", dtype = "string", device = "string" }
 
 --- Creates a layer that computes y = x weight + bias, like the layer of this name in Hugging Face's GPT-2. The weight
---- is normal with deviation `std`, and the bias is 0.
+--- is normally distributed with the standard deviation `std`, and the bias is 0.
 ---@param inputs integer
 ---@param outputs integer
 ---@param options? {std?: number, dtype?: string, device?: string} std (default 0.02)
@@ -70,7 +71,7 @@ function Conv1D:init(inputs, outputs, options)
   self:param("bias", create.zeros({ outputs }, where))
 end
 
---- Returns x weight + bias. A residual is added while the product is written.
+--- Returns x weight + bias. A residual is added when the product is written to memory.
 ---@param x ps.Tensor [..., inputs]
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
@@ -87,8 +88,9 @@ LMHead.unscoped = true
 
 local LM_HEAD = { std = "number", dtype = "string", device = "string", tied = "table" }
 
---- Creates the head of a language model, which computes logits over a vocabulary, or their loss. The weight is normal
---- with deviation `std`. With `tied`, it is the weight of a token embedding, and remains the embedding's parameter.
+--- Creates the head of a language model. It computes logits over a vocabulary, or their loss. The weight is normally
+--- distributed with the standard deviation `std`. With `tied`, the head uses the weight of a token embedding instead,
+--- and this weight remains a parameter of the embedding.
 ---@param width integer C
 ---@param words integer V
 ---@param options? {std?: number, dtype?: string, device?: string, tied?: ps.nn.Embedding} std (default 0.02)
@@ -98,14 +100,15 @@ function LMHead:init(width, words, options)
   caller.whole(words, "nn.LMHead: the number of words")
   self.inputs, self.outputs = width, words
   if options.tied then
-    rawset(self, "tied", options.tied)  -- not registered as a child module, so that the parameter has only one name
+    -- The embedding is not registered as a child module, so that its parameter has only one name.
+    rawset(self, "tied", options.tied)
     return
   end
   local weight = create.empty({ words, width }, { dtype = options.dtype, device = options.device })
   self:param("weight", init.normal_(weight, 0, options.std or 0.02))
 end
 
--- [V, C]
+-- Returns the head's weight [V, C].
 local function weight_of(head) return (rawget(head, "tied") or head).weight end
 
 --- Returns the logits.
@@ -113,7 +116,7 @@ local function weight_of(head) return (rawget(head, "tied") or head).weight end
 ---@return ps.Tensor [..., V]
 function LMHead:forward(x) return native.ops.linear(x, weight_of(self), nil, nil, 1) end
 
---- Returns the mean cross entropy of the logits without holding all logits in memory at once.
+--- Returns the mean cross entropy of the logits. Never holds all logits in memory at once.
 ---@param x ps.Tensor [..., C]
 ---@param targets ps.Tensor integers [...]; targets of -100 are ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} the options of F.lm_loss

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans a load_state_dict: which tensor of a state is read into which tensor of a module, and what does not match.
+-- Plans a load_state_dict. A plan says which tensor of a state is read into which tensor of a module, and which names
+-- or shapes do not match.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local sharded = require "ps.nn.sharded"
@@ -14,7 +15,7 @@ local error = caller.error
 
 local load_plan = {}
 
---- Returns the first five names of a list and the number of the others, as text.
+--- Returns a text with the first five names of a list and the number of the other names.
 ---@param list string[]
 ---@return string
 function load_plan.some(list)
@@ -25,7 +26,8 @@ function load_plan.some(list)
 end
 
 -- Returns whether a tensor of a state fits a parameter. A state must not contain both whole tensors and a rank's shards
--- (ps.nn.sharded), so `kinds` gets the first name of each. is_whole: the state is marked as whole, without shards.
+-- (ps.nn.sharded). To check this, `kinds` stores the first name of a whole tensor and the first name of a shard.
+-- `is_whole` says that the state is marked as a state without shards.
 local function fits(shape, tensor, name, kinds, is_whole)
   local kind = sharded.fit(shape, tensor)
   if kind == "own" and is_whole then return false end
@@ -40,8 +42,8 @@ local function fits(shape, tensor, name, kinds, is_whole)
   return kind ~= nil
 end
 
--- Returns the names of entries without a source. If a state has no tensor of another process, it is this process's own
--- state, from which the other processes' tensors may be missing.
+-- Returns the names of entries that have no source in the state. If the state has no tensor of another process, it is
+-- this process's own state. In that case the tensors of other processes are not missing.
 local function missing_of(entries, elsewhere)
   local missing, absent = {}, {}
   local own = true
@@ -56,9 +58,10 @@ local function missing_of(entries, elsewhere)
   return missing
 end
 
---- Plans a load. Returns entries {tensor =, name =, from = source name or nil}, one per distinct tensor, and the lists
---- of missing, unexpected and misshapen names. A tied tensor is read from the first of its names in the source; `again`
---- lists the others.
+--- Plans a load. Returns a list of entries {tensor =, name =, from =, again =}, one for each distinct tensor. `from` is
+--- the name in the source, or nil if the source does not have the tensor. A tied tensor is read from the first of its
+--- names in the source, and `again` lists its other names in the source. Also returns the lists of missing names, of
+--- unexpected names, and of shapes that do not match.
 ---@param self ps.nn.Module
 ---@param source table<string, boolean> the names that the state has
 ---@param shape_of fun(name: string): integer[]
@@ -106,8 +109,8 @@ function load_plan.plan(self, source, shape_of, elsewhere, state)
   return entries, missing, unexpected, wrong
 end
 
--- Returns whether two tensors of a state have the same values. Tensors of a file are read into memory, with the type of
--- `tensor`.
+-- Returns whether two tensors of a state have the same values. Tensors of a file are first read into memory and
+-- converted to the type of `tensor`.
 local function alike(state, one, other, tensor)
   if not state.read_into then
     return rawequal(state[one], state[other]) or state[one]:equal(state[other])
@@ -122,8 +125,8 @@ local function alike(state, one, other, tensor)
   end)
 end
 
---- Raises an error if a state has different values for the names of a tied tensor.
----@param entries table[] of load_plan.plan
+--- Raises an error if a tied tensor has several names in a state, and the state has different values for them.
+---@param entries table[] returned by load_plan.plan
 ---@param state table tensors by name, or an open file
 function load_plan.check_tied(entries, state)
   for _, entry in ipairs(entries) do

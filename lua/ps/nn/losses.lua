@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Losses as modules, with PyTorch's names. Each calls the function of ps.F with the options of its constructor.
+-- Losses as modules, with PyTorch's names. Each module calls a function of ps.F with the options that its constructor
+-- got.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
@@ -10,12 +11,14 @@ local losses = {}
 local REDUCTION = { none = true, mean = true, sum = true }
 local KL_REDUCTION = { none = true, mean = true, sum = true, batchmean = true }
 
--- Creates the class of a module that calls F[name]. keys: its options. buffers: the options that are saved with the
--- module. of_three: the function has three tensor arguments.
+-- Creates the class of a module that calls F[name].
+--   keys: the module's options and their kinds
+--   buffers: the options that are saved with the module
+--   of_three: whether the function has three tensor arguments
 local function loss(class_name, name, keys, buffers, of_three)
   local class = nn_module.class(class_name)
   class.unscoped = true
-  --- Checks and stores the options that are passed to the function of ps.F.
+  --- Checks and stores the options, which forward passes to the function of ps.F.
   ---@param options? table
   function class:init(options)
     options = caller.options(options, "nn." .. class_name, keys)
@@ -39,7 +42,7 @@ local function loss(class_name, name, keys, buffers, of_three)
   ---@return ps.Tensor of 0 dimensions, unless the reduction is "none"
   function class:forward(x, target) return F[name](x, target, options_of(self)) end
   if of_three then
-    --- Returns the loss of three tensors, in the argument order of the function in ps.F.
+    --- Returns the loss of three tensors. The arguments have the order of the function's arguments in ps.F.
     ---@param a ps.Tensor
     ---@param b ps.Tensor
     ---@param c ps.Tensor
@@ -87,9 +90,9 @@ loss("GaussianNLLLoss", "gaussian_nll_loss", { full = "boolean", eps = "number",
 local CosineSimilarity = nn_module.class("CosineSimilarity")
 CosineSimilarity.unscoped = true
 
---- Stores the dimension along which forward computes cosines of angles between vectors.
----@param dim? integer (default 1)
----@param eps? number default 1e-8
+--- Creates a module that computes cosines of angles between vectors. Stores the dimension of the vectors.
+---@param dim? integer the dimension along which the vectors are (default 1)
+---@param eps? number norms of vectors below eps are replaced by eps (default 1e-8)
 function CosineSimilarity:init(dim, eps)
   self.dim, self.eps = caller.whole(dim or 1, "nn.CosineSimilarity: dim"),
     caller.typed(eps or 1e-8, "number", "nn.CosineSimilarity: eps")

@@ -9,10 +9,11 @@
 --   function Net:forward(x) return self.fc(x) * self.scale end
 --   local net = Net(64); local y = net(x)
 --
--- Calling a module runs :forward in a scope, whose end frees temporaries that neither the result nor the tape needs.
--- `Class.unscoped = true` omits the scope for a class whose forward makes no temporaries. Names and order of parameters
--- are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own tensors come before those
--- of its modules. A tied tensor is listed once, under its first name, but state_dict has all its names. Modules keep no
+-- Calling a module runs :forward in a scope. The end of the scope frees temporaries that neither the result nor the
+-- tape needs. `Class.unscoped = true` omits the scope, for a class whose forward makes no temporaries. The names and
+-- the order of parameters are those of PyTorch's named_parameters ("h.0.attn.weight"; see ps.nn.registry): a module's
+-- own tensors come before the tensors of its modules. A tied tensor is listed once, under its first name, but
+-- state_dict has all of its names. Modules keep no activations.
 -- activations.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -30,15 +31,17 @@ local tensor_hooks = require "ps.tensor.hooks"
 local error = caller.error
 local C = native.C
 
--- changes: number of registrations and replacements of parameters and modules so far. assigned: number of assignments
--- to modules outside of their calls. optimizers: the live optimizers of ps.optim, each with `trained` (address ->
--- true). updated: by address of a parameter that an engine updates, a {engine, name} that the engine keeps alive.
+-- The fields for other files:
+--   changes: number of registrations and replacements of parameters and modules so far
+--   assigned: number of assignments to modules outside of the modules' calls
+--   optimizers: the live optimizers of ps.optim. Each has a table `trained` (true by address of a parameter)
+--   updated: {engine, name} by address of a parameter that an engine updates. The engine keeps this table alive
 local exports = { changes = 0, assigned = 0, optimizers = setmetatable({}, { __mode = "k" }),
   updated = setmetatable({}, { __mode = "v" }) }
 
---- Returns the open engine that updates a parameter, and the parameter's name in it.
+--- Returns the open engine that updates a parameter, and the name of the parameter in this engine.
 ---@param param ps.Tensor
----@return {engine: ps.Engine, name: string}? by nil if there is none
+---@return {engine: ps.Engine, name: string}? by nil if no engine updates the parameter
 function exports.updated_by(param)
   local by = exports.updated[registry.address(param)]
   return by and not by.engine.closed and by or nil
@@ -48,11 +51,11 @@ local made_by_parameter = setmetatable({}, { __mode = "k" })
 
 ---@class ps.nn.Module
 ---@field training boolean
----@field recomputes boolean? whether calls are recomputed in backward
+---@field recomputes boolean? whether backward recomputes the module's calls
 ---@field package _names any[] registered names, in order
 ---@field package _kind table<any, string> "module", "param" or "buffer"
----@field package _fields table<any, any> registered values and all other assigned values; the object itself is empty,
----  so that each assignment calls __newindex
+---@field package _fields table<any, any> all assigned values, registered or not; the object itself is empty, so that
+--- each assignment calls __newindex
 local Module = foreign.stand({ class_name = "Module" }, "module")
 
 local is_tensor, walk, address = scope.is_tensor, registry.walk, registry.address
@@ -65,18 +68,17 @@ local function is_module(value)
   return meta and meta.ps_module or false
 end
 
--- Registers a value. level: stack level of the function whose assignment registers it, or nil for a method.
+-- Registers a value. `level` is the stack level of the function whose assignment registers the value, or nil for a
+-- method.
 local function register(self, name, kind, value, level)
   registry.add(self, name, kind, value, level and level + 1)
   exports.changes = exports.changes + 1
 end
 
--- Performs self.name = value by PyTorch's rules. A module or parameter is registered, nil removes the name, and a
--- registered name accepts only values of its kind.
-local note_gone                                    -- (old, name): reports a member that will be replaced
+local note_gone                                    -- function(old, name) that reports a member that will be replaced
 
 -- Makes the tensors of a field outlive scopes. The field is a tensor, or a plain table of tensors that a forward
--- assigns. Skips a tensor whose bytes no longer exist.
+-- assigns. A tensor whose data has been freed is skipped.
 local FIELD_DEPTH = 3
 local function outlives_scopes(value, depth)
   if is_tensor(value) then
@@ -86,6 +88,8 @@ local function outlives_scopes(value, depth)
   end
 end
 
+-- Performs self.name = value with PyTorch's rules. A module or parameter is registered. nil removes the name. A
+-- registered name accepts only values of its kind.
 local function assign(self, name, value)
   if C.ps_module_now() == 0 then exports.assigned = exports.assigned + 1 end
   local kind = self._kind[name]
@@ -118,10 +122,10 @@ local function assign(self, name, value)
   self._fields[name] = value
 end
 
--- modules that were called, by their index in the record of events (C.ps_module_enter)
+-- The modules that have been called, by their index in the record of events (C.ps_module_enter).
 local called, last_number, called_at = setmetatable({}, { __mode = "v" }), 0, {}
 exports.called = called
-exports.called_at = called_at                      -- the script's line of a module's first call, by index
+exports.called_at = called_at                      -- the script's line of each module's first call, by index
 
 local function number(self)
   last_number = last_number + 1
@@ -150,11 +154,11 @@ local function entered(self, ...)
   return leave(C.ps_module_enter(rawget(self, "_number") or number(self)), forward(self, ...))
 end
 
--- Runs the outermost call of a module in a scope. After an error, the code that marks modules as left is skipped, and
--- the end of the scope marks them instead.
+-- Runs the outermost call of a module in a scope. After an error, the code that marks modules as left does not run. The
+-- end of the scope marks them instead.
 local function alone(self, ...) return scope.scope(entered, self, ...) end
 
--- Returns the name of a module's call and a hint, for the error about a surplus argument.
+-- Returns the name of a module's call, and a hint for the error about a surplus argument.
 local function input_names(self)
   local names = {}
   for name in pairs(self.split_inputs or {}) do names[#names + 1] = name .. " =" end
@@ -162,8 +166,8 @@ local function input_names(self)
   return self.class_name, names[1] and ("; other inputs go by name: model { %s }"):format(table.concat(names, ", "))
 end
 
--- Calls a module. A function outermost(self, run, ...) of its class replaces a call from outside all modules; run(self,
--- ...) performs the actual call.
+-- Calls a module. If the module's class has a function outermost(self, run, ...), this function replaces each call from
+-- outside of all modules. run(self, ...) performs the actual call.
 local function call(self, ...)
   if self.forward == Module.forward then self:forward() end
   exact.arguments(self.forward, input_names, self, ...)
@@ -236,7 +240,7 @@ for _, name in ipairs { "register_forward_pre_hook", "register_forward_hook", "r
   Module[name] = module_hooks[name]
 end
 
---- Returns whether the module is an object of a class, or of a class that derives from it (Python's isinstance).
+--- Returns whether the module is an object of a class or of one of the class's descendants, like Python's isinstance.
 ---@param of table a class, such as nn.Linear
 ---@return boolean
 function Module:is_a(of)
@@ -250,13 +254,13 @@ end
 
 function Module:init() end
 Module.extra_repr = function() return "" end
---- Computes the module's result. Each class must define a forward; this one raises an error.
+--- Computes the module's result. Each class must define its own forward. This one raises an error.
 function Module:forward()
   error(("%s has no forward method: define function %s:forward(...)"):format(self.class_name, self.class_name))
 end
 
---- Marks a tensor as a parameter: it requires a gradient, outlives scopes, and is registered when assigned to a field
---- of a module.
+--- Marks a tensor as a parameter. A parameter requires a gradient and outlives scopes. It is registered when a script
+--- assigns it to a field of a module.
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
 local function Parameter(tensor)
@@ -279,7 +283,7 @@ local function named(name, method)
   end
 end
 
---- Registers `tensor` as parameter `name`, which may replace an older one, and returns it.
+--- Registers `tensor` as the parameter `name`, and returns it. The tensor may replace an older parameter of this name.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
@@ -292,11 +296,11 @@ end
 
 local BUFFER = { persistent = "boolean", keep_dtype = "boolean" }
 
---- Registers `tensor` as a buffer. A buffer is saved and moved with the module, but never trained.
+--- Registers `tensor` as a buffer. A buffer is saved and moved together with the module, but it is never trained.
 ---@param name string
 ---@param tensor ps.Tensor
----@param options? {persistent?: boolean, keep_dtype?: boolean} persistent = false: no state_dict and no file contains
----  the buffer, as in PyTorch. keep_dtype: module:to and its aliases do not change the buffer's type
+---@param options? {persistent?: boolean, keep_dtype?: boolean} persistent = false: the buffer is in no state_dict and
+--- no file, as in PyTorch. keep_dtype: module:to and its aliases do not change the buffer's type
 ---@return ps.Tensor
 function Module:buffer(name, tensor, options)
   options = caller.options(options, "module:buffer", BUFFER)
@@ -309,7 +313,8 @@ function Module:buffer(name, tensor, options)
   return tensor
 end
 
--- Raises an error if a plain table contains modules or parameters. Checks again only after new registrations.
+-- Raises an error if a plain table contains modules or parameters. Checks only if something was registered since the
+-- last check.
 local function check_owned(self)
   if rawget(self, "_checked") == exports.changes then return end
   local function check(module, path)
@@ -327,7 +332,8 @@ local function check_owned(self)
   rawset(self, "_checked", exports.changes)
 end
 
--- Returns the tensors of one kind (nil: both kinds) as a list of {name =, tensor =}, tied tensors once.
+-- Returns the tensors of one kind as a list of {name =, tensor =}. Without a kind, returns the tensors of both kinds. A
+-- tied tensor occurs once.
 local function tensors_of(self, kind)
   check_owned(self)
   local list, seen = {}, {}
@@ -348,16 +354,17 @@ local function iterate(list)
   end
 end
 
---- Returns an iterator over all parameters, each once, for `for name, tensor in model:named_parameters() do`. The order
---- is PyTorch's: a module's own parameters come before those of its modules, each in order of registration.
+--- Returns an iterator for `for name, tensor in model:named_parameters() do`. It produces each parameter once. The
+--- order is PyTorch's: a module's own parameters come before the parameters of its modules, and both are in the order
+--- of their registration.
 ---@return fun(): string?, ps.Tensor?
 function Module:named_parameters() return iterate(tensors_of(self, "param")) end
---- Returns an iterator over all buffers, each once, in order of registration, for `for name, tensor in
---- model:named_buffers() do`.
+--- Returns an iterator for `for name, tensor in model:named_buffers() do`. It produces each buffer once, in the order
+--- of registration.
 ---@return fun(): string?, ps.Tensor?
 function Module:named_buffers() return iterate(tensors_of(self, "buffer")) end
 
---- Returns all parameters, each once, in the order of named_parameters.
+--- Returns all parameters in the order of named_parameters. Each parameter occurs once.
 ---@return ps.Tensor[]
 function Module:parameters()
   local list = {}
@@ -365,7 +372,8 @@ function Module:parameters()
   return list
 end
 
---- Returns the number of elements of all parameters. A parameter that ranks hold in shards counts as a whole.
+--- Returns the total number of elements of all parameters. If ranks hold shards of a parameter, the whole parameter
+--- counts.
 ---@return integer
 function Module:num_parameters()
   local n = 0
@@ -373,13 +381,13 @@ function Module:num_parameters()
   return n
 end
 
---- Returns the modules below this one with their numbers of parameters, as a list that prints as a table
+--- Returns a list of the modules below this one, with their numbers of parameters. The list prints as a table
 --- (ps.inspect.summary).
 ---@return table[] rows
 function Module:summary() return summary(self) end
 
---- Returns an iterator over the module itself (named "") and all modules in it, for `for name, module in
---- model:named_modules() do`.
+--- Returns an iterator for `for name, module in model:named_modules() do`. It produces the module itself, with the name
+--- "", and all modules in it.
 ---@return fun(): string?, ps.nn.Module?
 function Module:named_modules()
   local list = { { name = "", tensor = self } }
@@ -389,8 +397,8 @@ function Module:named_modules()
   return iterate(list)
 end
 
---- Returns an iterator over the direct child modules and their names in this module, for `for name, module in
---- model:named_children() do`.
+--- Returns an iterator for `for name, module in model:named_children() do`. It produces the direct child modules and
+--- their names in this module.
 ---@return fun(): string?, ps.nn.Module?
 function Module:named_children()
   local list = {}
@@ -403,8 +411,8 @@ end
 require "ps.nn.aliases"(Module)
 require "ps.nn.freeze"(Module)
 
---- Calls fn for every module below this one, children first, and then for this module. A child that has two names in
---- one module counts once.
+--- Calls fn for every module below this one, and then for this module. Children are called before their parents. A
+--- child with two names in one module is called once.
 ---@param fn fun(module: ps.nn.Module)
 ---@return ps.nn.Module self
 function Module:apply(fn)
@@ -419,21 +427,21 @@ function Module:apply(fn)
   return self
 end
 
---- Switches the module and everything below it to training mode (default) or to evaluation mode.
+--- Switches the module and all modules in it to training mode (the default) or to evaluation mode.
 ---@param mode? boolean
 ---@return ps.nn.Module self
 function Module:train(mode)
   return self:apply(function(m) rawset(m, "training", mode ~= false) end)
 end
 
---- Switches the module and everything below it to evaluation mode, in which dropout does nothing. Gradients are
---- recorded as in training mode; ps.no_grad disables them.
+--- Switches the module and all modules in it to evaluation mode. In this mode dropout does nothing. Gradients are still
+--- recorded, as in training mode. ps.no_grad disables them.
 ---@return ps.nn.Module self
 function Module:eval() return self:train(false) end
 
---- Makes blocks recompute their activations in backward (ps.recompute), so that only their inputs are kept. A block is
---- an element of an nn.ModuleList, or an element of an nn.Sequential that contains modules; modules in a block belong
---- to it. A block must return only tensors.
+--- Makes blocks recompute their activations in backward (ps.recompute). Only the blocks' inputs are then kept. A block
+--- is an element of an nn.ModuleList, or an element of an nn.Sequential that contains modules. Modules in a block
+--- belong to it. A block must return only tensors.
 ---@param on? boolean (default true)
 ---@return integer count number of blocks
 function Module:recompute_blocks(on)
@@ -451,7 +459,7 @@ function Module:recompute_blocks(on)
   return count
 end
 
---- Drops all gradients. On a model of ps.initialize, works like optimizer:zero_grad().
+--- Drops all gradients. For a model of ps.initialize, does the same as optimizer:zero_grad().
 ---@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
 function Module:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "module:zero_grad")
@@ -462,7 +470,7 @@ end
 local TO = { dtype = "string", device = "string" }
 local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 
--- Records that a parameter was replaced by another tensor. by: the call that did it.
+-- Records that another tensor has replaced a parameter. `by` is the call that replaced it.
 local function made_anew(tensor, name, by)
   exports.changes = exports.changes + 1
   for optimizer in pairs(exports.optimizers) do
@@ -472,7 +480,8 @@ local function made_anew(tensor, name, by)
   end
 end
 
--- Reports a replaced member to the optimizers, whose parameters may no longer belong to the model (Optimizer:step).
+-- Reports to the optimizers that a member was replaced. Their parameters may then no longer belong to the model
+-- (Optimizer:step).
 function note_gone(old, name)
   local function gone(tensor, full)
     for optimizer in pairs(exports.optimizers) do
@@ -488,8 +497,8 @@ function note_gone(old, name)
   end)
 end
 
---- Converts parameters and floating-point buffers to a type, a device, or both. Tensors that change are replaced, so
---- create the optimizer after this call; an older optimizer refuses to step.
+--- Converts parameters and floating-point buffers to a type, to a device, or to both. Tensors that change are replaced.
+--- Create the optimizer after this call, because an older optimizer refuses to step.
 ---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
 ---@param ... any rejected
 ---@return ps.nn.Module self
@@ -522,7 +531,7 @@ function Module:to(target, ...)
       end
       copy:keep()
       moved[at] = copy
-      moved[-at] = tensor -- holds the old tensor, so that its address is not reused in the meantime
+      moved[-at] = tensor -- keeps the old tensor alive, so that its address is not reused before the loop ends
     end
     owner._fields[key] = moved[at]
   end)
@@ -533,11 +542,11 @@ end
 
 require "ps.nn.state"(Module, check_owned)
 
--- init and forward are excluded: their arguments are checked when the class or the module is called.
+-- init and forward have no check here. Their arguments are checked when the class or the module is called.
 local init, no_forward = Module.init, Module.forward
 exact.all(Module, "module:", true)
 Module.init, Module.forward = init, no_forward
---- Records the modes of a module and of all modules in it.
+--- Stores the modes of a module and of all modules in it.
 ---@param module ps.nn.Module
 ---@return fun() restore sets the recorded modes again
 local function modes(module)
@@ -549,7 +558,7 @@ end
 -- -- dropout that is off ----------------------------------------------------------------------------------------------
 local off, told = setmetatable({}, { __mode = "v" }), false
 
---- Records that a layer drops nothing because it is in evaluation mode, for a message in the next backward.
+--- Records that a layer drops nothing because it is in evaluation mode. The next backward prints a message about it.
 ---@param module ps.nn.Module
 local function dropout_is_off(module)
   if not told and scope.grad_enabled() then off[1] = module end

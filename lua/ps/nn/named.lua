@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Modules that hold others by name or number and compute nothing: Identity, ModuleDict, ParameterList, ParameterDict.
--- In a state their members have PyTorch's names ("layers.conv.weight", "0").
+-- Modules that compute nothing. ModuleDict, ParameterList and ParameterDict hold other modules or parameters by name or
+-- number. Identity returns its input. In a state, members have PyTorch's names ("layers.conv.weight", "0").
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local scope = require "ps.core.scope"
@@ -12,7 +12,7 @@ local error = caller.error
 local Identity = nn_module.class("Identity")
 Identity.unscoped = true
 
---- Creates a module that returns its input. Arguments are ignored, as in PyTorch.
+--- Creates a module that returns its input. Its arguments are ignored, as in PyTorch.
 ---@param ... any
 function Identity:init(...) end -- luacheck: no unused
 --- Returns x itself.
@@ -24,8 +24,9 @@ local function shown(value) return value == nil and "nil" or scope.is_tensor(val
   or "a " .. type(value) end
 
 -- -- by name --------------------------------------------------------------------------------------------------------
--- Returns the entries of a constructor's table as a list of { name, value }. Entries of { a = x } are sorted by name,
--- since a Lua table has no order. Entries of { { "a", x }, { "b", y } } keep their order.
+-- Returns the entries of the table that was passed to a constructor, as a list of { name, value }. The entries of a
+-- table { a = x } are sorted by name, because a Lua table has no order. If the table is { { "a", x }, { "b", y } }, the
+-- entries keep their order.
 local function entries_of(call, given)
   if given == nil then return {} end
   if type(given) ~= "table" or nn_module.is_module(given) then
@@ -46,7 +47,7 @@ local function entries_of(call, given)
   return list
 end
 
--- Checks a name: a string without a dot, which must not hide a method of the class.
+-- Checks a name. It must be a string without a dot, and it must not hide a method of the class.
 local function check_name(self, name, call)
   if type(name) ~= "string" or name == "" or name:find(".", 1, true) then
     error(("%s: a name is %s; it must be a string without a dot"):format(call,
@@ -70,9 +71,9 @@ local function dictionary(name, kind, what, check)
   end
 
   --- Creates a dictionary.
-  ---@param entries? table { name = value } in alphabetical order, or { { name, value }, ... } in the given order
+  ---@param entries? table { name = value } for alphabetical order, or { { name, value }, ... } for the given order
   function class:init(entries) self:update(entries) end
-  --- Adds values. A value with an existing name replaces the old value.
+  --- Adds values. If a name exists, the new value replaces the old one.
   ---@param entries? table in the constructor's form
   ---@return ps.nn.Module self
   function class:update(entries)
@@ -80,7 +81,7 @@ local function dictionary(name, kind, what, check)
     for _, entry in ipairs(entries_of(call, entries)) do put(self, entry[1], entry[2], call) end
     return self
   end
-  --- Sets the value of a name.
+  --- Sets the value for a name.
   ---@param key string
   ---@param value any
   ---@return ps.nn.Module self
@@ -88,7 +89,7 @@ local function dictionary(name, kind, what, check)
     put(self, key, value, name .. ":set")
     return self
   end
-  --- Returns the value of a name, or nil if there is none.
+  --- Returns the value for a name, or nil if the dictionary does not contain the name.
   ---@param key string
   ---@return any
   function class:get(key) return registry.kind(self, key) == kind and self[key] or nil end
@@ -110,7 +111,7 @@ local function dictionary(name, kind, what, check)
     for _, value, of in registry.members(self) do if of == kind then values[#values + 1] = value end end
     return values
   end
-  --- Returns an iterator over the entries in order, for `for name, value in dict:items() do`.
+  --- Returns an iterator for `for name, value in dict:items() do`. It produces the entries in order.
   ---@return fun(): string?, any
   function class:items()
     local keys, i = self:keys(), 0
@@ -168,9 +169,9 @@ nn_module.adapt(ParameterList, function(class)
     remove = function(self) error(("%s: a parameter cannot be removed from it"):format(self.class_name)) end }
 end)
 
---- Creates a list of parameters, with indices from 0; list[-1] is the last. `for i, p in ipairs(list) do` iterates over
---- them.
----@param tensors? ps.Tensor[] a plain Lua list of float tensors, which become parameters
+--- Creates a list of parameters. Indices begin at 0, and list[-1] is the last parameter. `for i, p in ipairs(list) do`
+--- iterates over the parameters.
+---@param tensors? ps.Tensor[] a Lua list of float tensors, which become parameters
 ---@param ... any rejected
 function ParameterList:init(tensors, ...)
   if select("#", ...) > 0 or scope.is_tensor(tensors) then
@@ -178,7 +179,7 @@ function ParameterList:init(tensors, ...)
   end
   self:extend(tensors or {})
 end
---- Adds a parameter at the end.
+--- Appends a parameter.
 ---@param tensor ps.Tensor
 ---@return ps.nn.Module self
 function ParameterList:append(tensor)
@@ -187,7 +188,7 @@ function ParameterList:append(tensor)
   self.length = self.length + 1
   return self
 end
---- Adds parameters at the end.
+--- Appends several parameters.
 ---@param tensors ps.Tensor[]|ps.nn.ParameterList
 ---@return ps.nn.Module self
 function ParameterList:extend(tensors)
@@ -205,7 +206,8 @@ function ParameterList:size() return self.length end
 --- Returns the number of parameters.
 ---@return integer
 function ParameterList:len() return self.length end
---- Returns an iterator over the parameters with i from 0, for `for i, p in list:each() do`, like `ipairs(list)`.
+--- Returns an iterator for `for i, p in list:each() do`. It produces the same values as `ipairs(list)`: the parameters
+--- and their indices, which begin at 0.
 ---@return fun(): integer?, ps.Tensor?
 function ParameterList:each()
   local i = -1

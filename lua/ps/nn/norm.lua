@@ -15,11 +15,11 @@ LayerNorm.unscoped = true
 local LAYER_NORM = { eps = "number", bias = "boolean", elementwise_affine = "boolean", dtype = "string",
   device = "string" }
 
---- Creates a layer that computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, or over
---- several last dimensions together. The initial weight is 1 and the initial bias 0.
+--- Creates a layer that computes (x - mean) / sqrt(variance + eps) * weight + bias. Mean and variance are taken over
+--- the last dimension, or over several last dimensions together. The initial weight is 1 and the initial bias is 0.
 ---@param width integer|integer[] the size of the last dimension, or the sizes of the last dimensions
 ---@param options? {eps?: number, bias?: boolean, elementwise_affine?: boolean, dtype?: string, device?: string} eps
----  (default 1e-5); bias (default true); elementwise_affine = false: neither weight nor bias
+--- (default 1e-5); bias (default true); elementwise_affine = false: neither weight nor bias
 function LayerNorm:init(width, options)
   options = caller.options(options, "nn.LayerNorm", LAYER_NORM)
   local shape = type(width) == "table" and caller.list(width, "nn.LayerNorm: the sizes") or { width }
@@ -34,7 +34,7 @@ function LayerNorm:init(width, options)
   if options.bias ~= false then self:param("bias", create.zeros(all, where)) end
 end
 
---- Normalises over the last dimension, or over the last dimensions.
+--- Normalises over the last dimension or dimensions.
 ---@param x ps.Tensor [..., width]
 ---@return ps.Tensor [..., width]
 function LayerNorm:forward(x) return F.layer_norm(x, self.weight, self.bias, self.eps, self.dims) end
@@ -48,7 +48,8 @@ RMSNorm.unscoped = true
 
 local RMS_NORM = { eps = "number", dtype = "string", device = "string" }
 
---- Creates a layer that computes x / sqrt(mean(x^2) + eps) * weight over the last dimension. The initial weight is 1.
+--- Creates a layer that computes x / sqrt(mean(x^2) + eps) * weight. The mean is taken over the last dimension. The
+--- initial weight is 1.
 ---@param width integer
 ---@param options? {eps?: number, dtype?: string, device?: string} eps (default 1e-6)
 function RMSNorm:init(width, options)

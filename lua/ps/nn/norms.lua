@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Computes norms of gradients, clips by them, and releases gradients that were read.
+-- Computes norms of gradients, clips gradients, and releases gradients after they have been read.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local devices = require "ps.core.devices"
@@ -11,13 +11,14 @@ local error = caller.error
 
 local norms = {}
 
---- Releases gradients that were read at once, so that zero_grad frees their bytes before the next collection.
+--- Releases gradients at once after they have been read. zero_grad then frees their memory without waiting for the next
+--- collection.
 ---@param grads ps.Tensor[] the gradients, which must not be used afterwards
 function norms.give_back(grads)
   for _, grad in ipairs(grads) do native.give_back(grad) end
 end
 
--- Calls fn for slices of the list that fit one op, and returns all results.
+-- Divides a list into slices that one op can process, calls fn for each slice, and returns all results.
 local function by_most(list, fn)
   local out = {}
   for first = 1, #list, 64 do
@@ -28,8 +29,8 @@ local function by_most(list, fn)
   return out
 end
 
---- Returns the sum of squares of each tensor. The host waits for the device once per 4096 tensors. In a script's dry
---- run, which has no values, all sums are 0.
+--- Returns the sum of squares of each tensor. The host waits for the device once per 4096 tensors. The dry run of a
+--- script has no values, so in a dry run all sums are 0.
 ---@param grads ps.Tensor[]
 ---@return number[]
 function norms.squares(grads)
@@ -43,10 +44,10 @@ function norms.squares(grads)
   return squares
 end
 
---- Returns the square root of the sum of all squares. Squares are summed per tensor and then in list order, so the bits
---- do not depend on how tensors are stored. The norm is NaN or infinite if a gradient contains NaN or infinity. The
---- host waits for the device once per 4096 gradients. In a script's dry run the norm is 0, so that a step neither clips
---- nor overflows.
+--- Returns the norm of all gradients together: the square root of the sum of all squares. The squares are summed for
+--- each tensor first. These sums are added in list order, so the result does not depend on how tensors are stored, bit
+--- for bit. The norm is NaN or infinite if a gradient contains NaN or infinity. The host waits for the device once per
+--- 4096 gradients. In the dry run of a script the norm is 0, so that a step neither clips nor overflows.
 ---@param grads ps.Tensor[]
 ---@return number
 function norms.global_norm(grads)
@@ -64,15 +65,16 @@ function norms.global_norm(grads)
   return math.sqrt(total)
 end
 
---- Scales the gradients of `params` so that their joint norm is at most max_norm, and returns the norm before scaling.
---- With math.huge it only measures. If the norm is NaN, all these gradients become NaN. If it is infinite, infinite
---- elements become NaN and all others 0, as in PyTorch. An optimizer's option `max_norm` does the same without a second
---- pass over the gradients, but raises an error if the norm is not finite.
+--- Scales the gradients of `params` so that their joint norm is at most max_norm. Returns the norm before scaling. If
+--- max_norm is math.huge, the gradients are only measured. If the norm is NaN, all these gradients become NaN. If the
+--- norm is infinite, infinite elements become NaN and all other elements become 0, as in PyTorch. An optimizer's option
+--- `max_norm` also clips and needs no second pass over the gradients, but it raises an error if the norm is not finite.
 ---
---- On a model of ps.initialize, the norm is that of the step's mean gradient over all micro-batches and ranks, without
---- the loss scale. The next update multiplies the gradients of `params`, which can be some of the model's parameters.
---- Call it on all ranks, between the last backward and optimizer:step(). It is an error if backward itself updates the
---- parameters (overlap_optimizer, the default on the CPU); use gradient_clipping then.
+--- For a model of ps.initialize, the norm is that of the step's mean gradient over all micro-batches and ranks, without
+--- the loss scale. The next update multiplies the gradients of `params` by the clipping factor. `params` may be some of
+--- the model's parameters. All ranks must call the function, between the last backward and optimizer:step(). If backward
+--- itself updates the parameters (overlap_optimizer, the default on the CPU), the call is an error. Use
+--- gradient_clipping in that case.
 ---@param params ps.Tensor[]|ps.Tensor|ps.nn.Module|ps.Engine
 ---@param max_norm number
 ---@return number norm
@@ -103,8 +105,8 @@ function norms.clip_grad_norm(params, max_norm)
   return norm
 end
 
---- Limits each element of the gradients of `params` to [-clip_value, clip_value]. An error for a model of
---- ps.initialize, whose gradients are scaled and may be shards.
+--- Limits each element of the gradients of `params` to [-clip_value, clip_value]. The call is an error for a model of
+--- ps.initialize, because the gradients of such a model are scaled and may be shards.
 ---@param params ps.Tensor[]|ps.Tensor|ps.nn.Module
 ---@param clip_value number
 function norms.clip_grad_value(params, clip_value)

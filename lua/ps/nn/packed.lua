@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Layers with packed weights, such as Q4_K of GGUF files. The weight is a buffer, uint8 [out, bytes], in rows of
--- blocks, without a gradient. Products of few rows use the blocks directly. Others unpack tiles of the weight, which is
--- never unpacked as a whole. Token embeddings unpack only the rows that are looked up.
+-- Layers with packed weights, such as Q4_K of GGUF files. A packed weight is a buffer of type uint8 and shape [out,
+-- bytes]. Each row is a sequence of blocks. The weight has no gradient. Products of few rows read the blocks directly.
+-- Other products unpack tiles of the weight one by one, so the whole weight is never unpacked at once. Token embeddings
+-- unpack only the rows that are looked up.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local registry = require "ps.nn.registry"
@@ -13,10 +14,10 @@ local packed = {}
 
 ---@class ps.nn.PackedType
 ---@field name string
----@field number integer value of the ops' attribute `type`: ggml's type number, 256 for NF4, 257 for NF4_DOUBLE
+---@field number integer value of the ops' attribute `type`: ggml's type number, 256 for NF4, or 257 for NF4_DOUBLE
 ---@field block integer number of values in a block
----@field nbytes integer bytes of a block
----@field scales? boolean whether a weight's scales are in a buffer of their own (NF4_DOUBLE)
+---@field nbytes integer size of a block in bytes
+---@field scales? boolean whether the scales of a weight are in a separate buffer (NF4_DOUBLE)
 
 local BY_NAME, BY_NUMBER = {}, {}
 for _, row in ipairs { { "Q4_0", 2, 32, 18 }, { "Q4_1", 3, 32, 20 }, { "Q5_0", 6, 32, 22 }, { "Q5_1", 7, 32, 24 },
@@ -27,10 +28,10 @@ for _, row in ipairs { { "Q4_0", 2, 32, 18 }, { "Q4_1", 3, 32, 20 }, { "Q5_0", 6
   BY_NAME[one.name], BY_NUMBER[one.number] = one, one
 end
 
--- Replacement types for rows whose length is no multiple of 256, as in llama-quantize.
+-- The replacement types for rows whose length is not a multiple of 256, as in llama-quantize.
 packed.SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }
 
---- Returns the packed type with a name or number, or nil if there is none.
+--- Returns the packed type that has this name or number, or nil if no type has it.
 ---@param which string|integer
 ---@return ps.nn.PackedType?
 function packed.type(which) return BY_NAME[which] or BY_NUMBER[which] end
@@ -43,7 +44,7 @@ function packed.of(layer)
   return state and state.type
 end
 
---- Raises the error about a call that needs an unpacked weight, if a layer's weight is packed.
+--- Raises an error if a layer's weight is packed. For calls that need an unpacked weight.
 ---@param layer ps.nn.Module
 ---@param call string
 ---@param remedy string
@@ -55,7 +56,8 @@ function packed.refuse(layer, call, remedy)
   end
 end
 
--- Rounds activations to 8 bits only while no gradients are recorded.
+-- Multiplies by the packed weight. Rounds activations to 8 bits only if the layer is set to do so and no gradients are
+-- recorded.
 local function linear_forward(self, x, residual)
   local state = rawget(self, "packed_")
   local int8 = state.int8 and not scope.grad_enabled()
@@ -83,10 +85,10 @@ local function weight_now(self)
   return self.class_name == "Conv1D" and weight:transpose(0, 1) or weight
 end
 
---- Calls fn(weight, name, of_file) for each packed weight of a model, in the order of its layers.
+--- Calls fn(weight, name, of_file) for each packed weight of a model, in the order of the model's layers.
 ---@param model ps.nn.Module
----@param fn fun(weight: ps.Tensor, name: string, of_file: boolean?) weight: uint8, of packed.shape. of_file: whether
----  its blocks, and its scales if the type has them, are those of the model's file
+---@param fn fun(weight: ps.Tensor, name: string, of_file: boolean?) weight: uint8, of the shape that packed.shape
+--- returns. of_file: whether the weight's blocks, and its scales if the type has them, are those of the model's file
 function packed.each(model, fn)
   for name, layer in model:named_modules() do
     local state = rawget(layer, "packed_")
@@ -103,10 +105,11 @@ local function attach(layer, owner, kind, dtype)
   if layer.class_name == "LMHead" then rawset(layer, "loss", head_loss) end
 end
 
---- Names of the classes whose weights can be packed: linear layers, heads and embeddings.
+--- The names of the classes whose weights can be packed: linear layers, heads and embeddings.
 packed.CLASSES = { Linear = true, Conv1D = true, LMHead = true, Embedding = true }
 
---- Returns whether a module's weight can be packed: its class is in CLASSES, and it has no adapters.
+--- Returns whether a module's weight can be packed. This is the case if the module's class is in CLASSES and the module
+--- has no adapters.
 ---@param module ps.nn.Module
 ---@return boolean
 function packed.can(module)
@@ -117,28 +120,29 @@ end
 --- Returns the shape of the packed weight of a layer.
 ---@param layer ps.nn.Module
 ---@param kind ps.nn.PackedType
----@return integer[]? shape nil if blocks do not divide its rows
+---@return integer[]? shape nil if the rows cannot be divided into whole blocks
 function packed.shape(layer, kind)
   local rows, width = layer.outputs or layer.rows, layer.inputs or layer.width
   if width % kind.block ~= 0 then return nil end
   return { rows, width / kind.block * kind.nbytes }
 end
 
--- Numbers in a weight's scales before the absolute maxima, and blocks per absolute maximum (base/blocks.h).
+-- HEAD is the number of values before the absolute maxima in the scales of a weight. GROUP is the number of blocks for
+-- each absolute maximum (base/blocks.h).
 local HEAD, GROUP = 257, 256
 packed.SCALES_HEAD, packed.SCALES_GROUP = HEAD, GROUP
 
---- Returns the length of the scales of a weight in NF4_DOUBLE.
+--- Returns the number of elements in the scales of a weight of type NF4_DOUBLE.
 ---@param numel integer number of values of the weight
 ---@return integer
 function packed.scales_numel(numel) return HEAD + math.ceil(numel / BY_NAME.NF4_DOUBLE.block / GROUP) end
 
---- Replaces a layer's weight by a packed one.
+--- Replaces a layer's weight by a packed weight.
 ---@param model ps.nn.Module the model, in which a head may be tied to the layer
 ---@param layer ps.nn.Module
 ---@param kind ps.nn.PackedType
----@param weight ps.Tensor uint8, of packed.shape
----@param scales? ps.Tensor fp32 [packed.scales_numel], if the type has them
+---@param weight ps.Tensor uint8, of the shape that packed.shape returns
+---@param scales? ps.Tensor fp32 [packed.scales_numel], if the type has scales
 ---@param of_file? boolean whether the blocks are those of the model's file
 function packed.set(model, layer, kind, weight, scales, of_file)
   local dtype = layer.weight:dtype()
@@ -151,12 +155,12 @@ function packed.set(model, layer, kind, weight, scales, of_file)
   if head and rawget(head, "tied") == layer then attach(head, layer, kind, dtype) end
 end
 
--- Types whose products can take activations of 8 bits (ps_blocks_int8 of base/blocks.h).
+-- The types whose products can use activations of 8 bits (ps_blocks_int8 of base/blocks.h).
 local INT8 = { Q4_0 = true, Q4_1 = true, Q5_0 = true, Q5_1 = true, Q8_0 = true, Q4_K = true, Q5_K = true, Q6_K = true }
 
---- Makes a model's packed layers round activations to 8 bits in products of up to 4 rows without gradients.
+--- Makes a model's packed layers round activations to 8 bits. They do so in products of up to 4 rows without gradients.
 ---@param model ps.nn.Module
----@return integer count number of layers on which this has an effect
+---@return integer count number of layers for which this setting has an effect
 function packed.int8(model)
   local count = 0
   local function set(layer)

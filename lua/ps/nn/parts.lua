@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models as lists of parts, between which they can be cut. A model has a method parts(), which returns the list. Its
--- forward folds them:
+-- Models as lists of parts. A pipeline can cut a model between parts. A model has a method parts(), which returns the
+-- list, and its forward runs the parts one after the other:
 --
 --   function Net:parts()
 --     local list = { { name = "embed", modules = { self.embed }, parameters = { "places" },
@@ -9,25 +9,26 @@
 --   end
 --   function Net:forward(batch) return parts.fold(self:parts(), batch) end
 --
--- A part uses only the parameters of its modules, and those of the model that `parameters` names. The carry is
--- everything that a part gets from the part before it: a table of tensors, {} for the first part. The batch is the same
--- for all parts: ids, masks and targets, never values that parts computed. The model's batch_of(...) makes the batch
--- from a call's arguments; without batch_of, the batch is the call's only table, or else the list of its arguments.
+-- A part uses only the parameters of its modules and the model's own parameters that are listed in the part's field
+-- `parameters`. The carry is everything that a part gets from the part before it. It is a table of tensors, and {} for
+-- the first part. The batch is the same for all parts. It contains ids, masks and targets, and never values that parts
+-- computed. The model's method batch_of(...) makes the batch from the arguments of a call. Without batch_of, the batch
+-- is the call's only table argument, or otherwise the list of all arguments.
 local nearest = require "ps.core.nearest"
 local registry = require "ps.nn.registry"
 local nn_module = require "ps.nn.module"
 local scope = require "ps.core.scope"
 
 ---@class ps.nn.Part
----@field name string name of the part; for a part of one module, the prefix of the module's parameter names, such as
----  "h.0"
+---@field name string name of the part. If the part has one module, the name is the prefix of the module's parameter
+--- names, such as "h.0"
 ---@field modules? ps.nn.Module[] modules of the part; a tied embedding belongs to every part that uses it
 ---@field parameters? string[] names of the model's own parameters and buffers that the part uses, such as "class"
 ---@field forward fun(carry: table<string, ps.Tensor>, batch: table<string, any>): table<string, ps.Tensor>
 
 ---@class ps.nn.PartTensor a tensor that a part uses
 ---@field owner ps.nn.Module
----@field key any the field of `owner` that holds it
+---@field key any the field of `owner` that holds the tensor
 ---@field tensor ps.Tensor
 ---@field kind string? "param" or "buffer", or nil for a plain field
 
@@ -35,7 +36,8 @@ local parts = {}
 
 local KEYS = { name = true, modules = true, parameters = true, forward = true }
 
--- Returns the module and the field of a name such as "stem.scale", or nil if the model has no such parameter or buffer.
+-- Finds a parameter or buffer by a name such as "stem.scale". Returns the module that has it and the field. Returns nil
+-- if the model has no such parameter or buffer.
 local function find(model, name)
   local owner, key = model, nil
   for word in name:gmatch "[^.]+" do
@@ -54,7 +56,7 @@ local function names_of(model)
   return names
 end
 
--- Raises an error if a part is invalid. `i` is its index from 1.
+-- Raises an error if a part is invalid. `i` is the index of the part, counted from 1.
 local function check(model, i, part, seen)
   local function refuse(text, ...)
     local name = type(part) == "table" and type(part.name) == "string" and (" (%s)"):format(part.name) or ""
@@ -94,7 +96,7 @@ local function check(model, i, part, seen)
   end
 end
 
---- Returns the parts of a model, checked. An error names the invalid part.
+--- Checks and returns the parts of a model. An error names the invalid part.
 ---@param model ps.nn.Module
 ---@return ps.nn.Part[]
 function parts.of(model)
@@ -107,7 +109,7 @@ function parts.of(model)
   return list
 end
 
---- Makes the batch that the parts read from a call's arguments.
+--- Makes the batch for the parts from the arguments of a call.
 ---@param model ps.nn.Module
 ---@param args any[] arguments, with their number in `n`
 ---@return table<string, any>
@@ -119,8 +121,8 @@ function parts.batch(model, args)
   return args
 end
 
---- Calls fn for each tensor that a part declares: the tensors of its modules, including plain fields, and the
---- tensors of the model that the part names.
+--- Calls fn for each tensor that a part declares. These are the tensors of its modules, including tensors in plain
+--- fields, and the model's own tensors that the part lists.
 ---@param model ps.nn.Module
 ---@param part ps.nn.Part
 ---@param fn fun(at: ps.nn.PartTensor)
@@ -141,9 +143,9 @@ function parts.each_tensor(model, part, fn, more)
   end
 end
 
---- Runs the parts from `first` to `last`.
+--- Runs the parts with the indices `first` to `last`.
 ---@param list ps.nn.Part[]
----@param first integer from 1
+---@param first integer counted from 1
 ---@param last integer
 ---@param carry table<string, ps.Tensor>
 ---@param batch table<string, any>
@@ -158,8 +160,9 @@ local function run_all(list, batch)
   return list[n].forward(scope.scope(parts.run, list, 1, n - 1, {}, batch), batch)
 end
 
---- Runs all parts. All but the last run in one scope, whose end frees their tensors, except the carry for the last
---- part. If the list has a function `replay`, it runs the parts instead (ps/pretrained/generate_replay.lua).
+--- Runs all parts. All parts but the last run in one scope. The end of this scope frees their tensors, except the carry
+--- for the last part. If the list has a function `replay`, this function runs the parts instead
+--- (ps/pretrained/generate_replay.lua).
 ---@param list ps.nn.Part[]
 ---@param batch table<string, any>
 ---@return table<string, ps.Tensor> carry result of the last part: { loss = }, { logits = }, ...
@@ -170,9 +173,9 @@ end
 
 -- -- weights that are read without calling their layers ---------------------------------------------------------------
 -- For code that reads a layer's weight instead of calling the layer, such as fused ops and tied heads. Adapters
--- (ps.lora) give a layer a new forward, and a function weight_now for this code.
+-- (ps.lora) replace a layer's forward. For such code they also give the layer a function weight_now.
 
---- Returns whether a layer is an object of a class whose forward the script has not replaced.
+--- Returns whether a layer is an object of a class and the script has not replaced its forward.
 ---@param layer ps.nn.Module
 ---@param class table
 ---@return boolean
@@ -180,8 +183,8 @@ function parts.is_plain(layer, class)
   return getmetatable(layer) == class.instance and rawget(layer, "forward") == nil
 end
 
---- Returns the weight that a layer computes with: the result of weight_now, which layers with adapters or packed
---- weights have, else its parameter.
+--- Returns the weight that a layer computes with. Layers with adapters or packed weights have a function weight_now,
+--- which returns this weight. For other layers it is the parameter.
 ---@param layer ps.nn.Module
 ---@return ps.Tensor
 function parts.weight(layer)

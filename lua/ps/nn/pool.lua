@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Modules without parameters over signals and images: pooling and Upsample.
+-- Modules for signals and images that have no parameters: pooling and Upsample.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
@@ -26,9 +26,10 @@ end
 local function windowed(name, fn, kinds)
   local class = core.class(name)
   class.unscoped, class.extra_repr = true, text_of
-  --- Pools windows of the last dimensions, like the function of the same name in ps.F.
+  --- Stores the size of the windows and the options for the function of the same name in ps.F, which pools windows of
+  --- the last dimensions.
   ---@param kernel_size integer|integer[]
-  ---@param options? table options of the function
+  ---@param options? table options of this function
   function class:init(kernel_size, options)
     caller.options(options, "nn." .. name, kinds)
     if type(kernel_size) ~= "table" then caller.whole(kernel_size, "nn." .. name .. ": kernel_size", 1) end
@@ -57,8 +58,9 @@ windowed("AvgPool2d", F.avg_pool2d, AVG)
 local function adaptive(name, fn)
   local class = core.class(name)
   class.unscoped = true
-  --- Pools windows that cover the last dimensions, like the function of the same name in ps.F.
-  ---@param output_size integer|integer[] size of the output; false in a list means the input's size
+  --- Stores the size of the output for the function of the same name in ps.F. The windows of this function cover the
+  --- last dimensions.
+  ---@param output_size integer|integer[] size of the output; false in a list means the size of the input
   function class:init(output_size)
     if type(output_size) ~= "table" then caller.whole(output_size, "nn." .. name .. ": output_size", 1) end
     self.output_size = output_size
@@ -83,7 +85,7 @@ Upsample.unscoped = true
 local UPSAMPLE = { size = "whole|table", scale_factor = "number|table", mode = "string", align_corners = "boolean",
   recompute_scale_factor = "boolean" }
 
---- Stores the options of F.interpolate, which forward uses to resize a signal or image.
+--- Stores the options of F.interpolate, with which forward resizes a signal or an image.
 ---@param options {size?: integer|integer[], scale_factor?: number|number[], mode?: string, align_corners?: boolean,
 ---  recompute_scale_factor?: boolean}
 function Upsample:init(options)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Implements ps.quantize: packs the weights of a model's layers (ps/nn/packed.lua).
+-- ps.quantize: packs the weights of a model's layers (ps/nn/packed.lua).
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
@@ -16,12 +16,13 @@ local error = caller.error
 
 local TYPES = { nf4 = "NF4", q8_0 = "Q8_0", q4_0 = "Q4_0", q4_1 = "Q4_1", q5_0 = "Q5_0", q5_1 = "Q5_1", q4_k = "Q4_K",
   q6_k = "Q6_K" }
-local VALUES = 2 ^ 20                                      -- values that are packed at a time
-local LARGE = 2 ^ 22                                       -- bytes; see free
+local VALUES = 2 ^ 20                                      -- number of values that are packed at a time
+local LARGE = 2 ^ 22                                       -- size in bytes of a large weight; see free()
 
 local floats, bytes = array "float", array "uint8_t"
 
--- Copies n blocks of NF4 to blocks of NF4_DOUBLE whose codes are missing, and their scales to `scales`.
+-- Converts n blocks of NF4 to blocks of NF4_DOUBLE. Copies the blocks' scales to `scales`. The codes of the scales are
+-- not written yet.
 local function split(from, to, scales, n)
   local one, other = packed.type "NF4", packed.type "NF4_DOUBLE"
   for i = 0, n - 1 do
@@ -31,7 +32,8 @@ local function split(from, to, scales, n)
   end
 end
 
--- Quantizes the scales of a weight's blocks, writes their codes into the blocks, and returns the other scales.
+-- Quantizes the scales of a weight's blocks and writes their codes into the blocks. Returns the data that maps codes to
+-- scales: offset, map and absolute maxima.
 local function quantize_scales(made, values, n)
   local codes, scales = double_quant.quantize(values, n)
   local of_blocks = create.empty({ n, 1 }, { dtype = "uint8", device = "cpu" })
@@ -43,7 +45,8 @@ local function quantize_scales(made, values, n)
   return kept
 end
 
--- Returns a new tensor with the packed rows of a layer's weight, and the weight's scales if the type has them.
+-- Packs the rows of a layer's weight. Returns a new tensor with the packed rows, and the weight's scales if the type
+-- has scales.
 local function pack(name, layer, kind, shape)
   local weight = layer.weight:detach()
   if layer.class_name == "Conv1D" then weight = weight:transpose(0, 1) end
@@ -67,8 +70,8 @@ local function pack(name, layer, kind, shape)
   return made, of_blocks and quantize_scales(made, of_blocks, rows * per_row)
 end
 
--- Frees a weight that was packed. Without a collection, the unpacked weights of all layers would stay in memory, and
--- mapped files would stay mapped.
+-- Frees a large weight after it has been packed. Without a collection, the unpacked weights of all layers would stay in
+-- memory, and mapped files would stay mapped.
 local function free(nbytes)
   if nbytes >= LARGE then collector.after_making() end
 end
@@ -78,7 +81,7 @@ local function ends_with(name, list)
   return false
 end
 
--- Raises an error for a model whose layers must not be replaced any more.
+-- Raises an error for a model whose layers can no longer be replaced.
 local function check_bare(model)
   for name, module in model:named_modules() do
     if rawget(module, "lora_") then
@@ -95,7 +98,7 @@ end
 
 local OPTIONS = { type = "string", skip = "table", int8_activations = "boolean", double_quant = "boolean" }
 
--- Returns the name of the packed type for the options type and double_quant.
+-- Returns the name of the packed type that the options type and double_quant select.
 local function type_of(asked, double)
   local wanted = caller.one_of(asked or "nf4", TYPES, "quantize: type")
   if not double then return wanted end
@@ -105,13 +108,13 @@ local function type_of(asked, double)
   return "NF4_DOUBLE"
 end
 
---- Packs the weights of a model's linear layers into blocks of 4 to 8 bits per weight, and freezes them. The head and
---- the embeddings keep their type. Adapters (ps.lora.wrap) train over packed weights.
+--- Packs the weights of a model's linear layers into blocks of 4 to 8 bits per weight, and freezes the weights. The
+--- head and the embeddings keep their type. Adapters (ps.lora.wrap) can be trained on top of packed weights.
 ---@param model ps.nn.Module the model, which must have no adapters and no engine yet
 ---@param options? {type?: string, skip?: string[], int8_activations?: boolean, double_quant?: boolean} type: "nf4"
----  (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k" or "q6_k"; skip: names, or last components of names, of
----  layers that are not packed; int8_activations: round activations to 8 bits in generation, which is faster; not for
----  "nf4"; double_quant: for "nf4", store the scales in 8 bits (bnb_4bit_use_double_quant)
+--- (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k" or "q6_k"; skip: names of layers that are not packed, or
+--- last components of their names; int8_activations: round activations to 8 bits in generation, which is faster (not
+--- for "nf4"); double_quant: store the scales in 8 bits (only for "nf4"; bnb_4bit_use_double_quant)
 ---@return ps.nn.Module model
 ---@return {name: string, type: string}[] layers the packed layers
 return function(model, options)

@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Orders a module's members like PyTorch's named_parameters: first its own parameters, then its buffers, then its
--- modules. Each kind is in the order in which a script assigned them.
+-- Orders the members of a module like PyTorch's named_parameters. The module's own parameters are first, then its
+-- buffers, then its modules. The members of each kind are in the order in which a script assigned them.
 --
--- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from left to right, but assigns
--- from right to left, so b before a. Members that one line assigns are therefore ordered as they were made, if no
--- module or parameter is made between the assignments.
+-- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from left to right, but it
+-- assigns from right to left, so b before a. If one statement assigns several members, they are therefore ordered as
+-- they were made. Assignments belong to one statement if they are on the same line, and no module or parameter is made
+-- between them.
 --
--- Files outside of lua/ps/nn/ reach the members of a module only through registry.walk, members, tensors, kind and put.
+-- Files outside of lua/ps/nn/ access the members of a module only with registry.walk, members, tensors, kind and put.
 local ffi = require "ffi"
 local is_tensor = require("ps.core.scope").is_tensor
 
@@ -16,17 +17,17 @@ local registry = {}
 ---@field _names any[] registered names, in order
 ---@field _kind table<any, string> "module", "param" or "buffer"
 ---@field _fields table<any, any>
----@field _transient? table<any, true> names of buffers that belong to no state
----@field _typed? table<any, true> names of buffers that keep their type
+---@field _transient? table<any, true> names of buffers that are not part of the module's state
+---@field _typed? table<any, true> names of buffers whose type does not change
 
 local RANK = { param = 1, buffer = 2, module = 3 }
 
-local count = 0                                             -- modules and parameters made so far
-local numbers = setmetatable({}, { __mode = "k" })          -- index of a module or parameter in the order of creation
+local count = 0                                             -- number of modules and parameters made so far
+local numbers = setmetatable({}, { __mode = "k" })  -- index of each module or parameter in the order of creation
 local owned = setmetatable({}, { __mode = "k" })            -- modules and parameters that a module has registered
 
--- the statement of the last assignment: the module, the function, the lines of the function and of its caller, the
--- number of members made by then, and the assigned names
+-- The statement of the last assignment: the module, the assigning function, the current line of this function, the
+-- current line of its caller, the number of members made by then, and the assigned names.
 local statement = setmetatable({}, { __mode = "v" })
 local statement_names
 
@@ -39,8 +40,8 @@ end
 
 local DEPTH = 4                                             -- number of levels of nested tables that are searched
 
--- Returns the first module or parameter in a plain table that no module has registered, and its path in the table, such
--- as "[2].up".
+-- Finds a module or parameter in a plain table that no module has registered. Returns the first one and its path in the
+-- table, such as "[2].up".
 local function find_unowned(list, depth, seen)
   seen[list] = true
   for key, value in next, list do
@@ -54,10 +55,10 @@ local function find_unowned(list, depth, seen)
   end
 end
 
---- Finds a module or parameter in a plain Lua table that is a field of this module, and that no module has registered.
---- It would not be trained, saved or moved.
+--- Finds a module or parameter that is in a plain Lua table, if the table is a field of this module and no module has
+--- registered the value. Such a module or parameter would not be trained, saved or moved.
 ---@param self ps.nn.Registered
----@return any field nil if there is none
+---@return any field nil if there is no such value
 ---@return string? place path in the table, such as "[2].up"
 ---@return any found
 function registry.unowned(self)
@@ -69,8 +70,8 @@ function registry.unowned(self)
   end
 end
 
--- Returns whether this assignment belongs to the previous one's statement. level: stack level of the assigning
--- function.
+-- Begins a new statement, unless this assignment belongs to the statement of the previous assignment. Returns false if
+-- the line of the assigning function is not known. `level` is the stack level of the assigning function.
 local function continues(self, level)
   local info, above = debug.getinfo(level + 1, "lf"), debug.getinfo(level + 2, "l")
   if not info or info.currentline <= 0 then return false end
@@ -95,13 +96,13 @@ function registry.remove(self, name)
   end
 end
 
---- Registers a value under a name. A name already registered as the same kind keeps its position.
+--- Registers a value under a name. If the name is already registered with the same kind, it keeps its position.
 ---@param self ps.nn.Registered
 ---@param name any
 ---@param kind "module"|"param"|"buffer"
 ---@param value ps.nn.Module|ps.Tensor
----@param level? integer stack level of the assigning function, or nil if a method call registers the value, which is
---- not part of a statement
+---@param level? integer stack level of the assigning function; nil if a method call registers the value, which is not
+--- part of an assignment statement
 function registry.add(self, name, kind, value, level)
   self._fields[name] = value
   owned[value] = true
@@ -122,8 +123,8 @@ function registry.add(self, name, kind, value, level)
   table.insert(names, at, name)
 end
 
---- Returns an iterator over the module's own members in order, for `for key, value, kind in registry.members(module)
---- do`.
+--- Returns an iterator for `for key, value, kind in registry.members(module) do`. It produces the module's own members,
+--- in order.
 ---@param module ps.nn.Registered
 ---@return fun(): any, ps.nn.Module|ps.Tensor|nil, string?
 function registry.members(module)
@@ -139,11 +140,11 @@ function registry.members(module)
   end
 end
 
---- Calls fn(full name, value, kind, owner, key) for everything that is registered below a module, in order. A module
---- comes before its members.
+--- Calls fn(full name, value, kind, owner, key) for every value that is registered in a module or in the modules below
+--- it. A module comes before its members, and members are in order.
 ---@param module ps.nn.Registered
 ---@param fn fun(name: string, value: ps.nn.Module|ps.Tensor, kind: string, owner: ps.nn.Module, key: any)
----@param prefix? string prepended to names
+---@param prefix? string text before each name
 function registry.walk(module, fn, prefix)
   prefix = prefix or ""
   for key, value, kind in registry.members(module) do
@@ -153,8 +154,9 @@ function registry.walk(module, fn, prefix)
   end
 end
 
---- Returns an iterator over the module's own tensors, for `for key, tensor, kind in registry.tensors(module) do`:
---- parameters, buffers, and tensors in plain fields, whose kind is nil. Their order is undefined.
+--- Returns an iterator for `for key, tensor, kind in registry.tensors(module) do`. It produces the module's own tensors
+--- in an undefined order: parameters, buffers, and tensors in plain fields. The kind of a tensor in a plain field is
+--- nil.
 ---@param module ps.nn.Registered
 ---@return fun(): any, ps.Tensor?, string?
 function registry.tensors(module)
@@ -205,7 +207,7 @@ function registry.is_persistent(module, key)
   return not (list and list[key] and module._kind[key] == "buffer")
 end
 
---- Returns the kind of a registered name: "module", "param", "buffer", or nil if it is not registered.
+--- Returns the kind of a registered name: "module", "param" or "buffer". Returns nil if the name is not registered.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@return string?
@@ -217,7 +219,7 @@ function registry.kind(module, key) return module._kind[key] end
 ---@param tensor ps.Tensor
 function registry.put(module, key, tensor) module._fields[key] = tensor end
 
---- Returns the address of a tensor, which is equal for two references to the same tensor.
+--- Returns the address of a tensor. Two references to the same tensor have equal addresses.
 ---@param tensor ps.Tensor
 ---@return integer
 function registry.address(tensor) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", tensor))) end

@@ -1,9 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads and describes sharded parameters (ps.tensor.shard) in saved states. Files contain whole tensors, possibly in
--- pieces, without padding. A parameter's exponential averages and master are sharded like the parameter.
+-- Reads and describes sharded parameters (ps.tensor.shard) in saved states. Files contain whole tensors without
+-- padding, possibly divided into pieces. The exponential averages and the master of a parameter are sharded like the
+-- parameter.
 --
--- A source of values is an open file (has, shape, read_into, read_part by names) or a table of tensors. It has whole
--- tensors, from which a rank reads its pieces. Only a rank's own state_dict has shards, with their padding.
+-- A source of values is an open file or a table of tensors. An open file has the methods has, shape, read_into and
+-- read_part, which take names. A source has whole tensors, and a rank reads its pieces from them. Only a rank's own
+-- state_dict has shards. These shards contain their padding.
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
 local rectangles = require "ps.core.rectangles"
@@ -13,10 +15,11 @@ local sharded = {}
 
 ---@class ps.nn.Sharded a sharded parameter
 ---@field shape integer[] shape of the whole tensor
----@field index integer index along tp of the rank that holds these pieces
+---@field index integer index along the axis tp of the rank that holds these pieces
 ---@field pieces ps.nn.Shard.Piece[] this rank's rectangles of the whole tensor
 
---- Returns the sharded parameters of a model by name (a tied parameter's first name), or nil if there are none.
+--- Returns the sharded parameters of a model by name, or nil if the model has none. A tied parameter has its first
+--- name.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table<string, ps.nn.Sharded>?
 function sharded.of(model)
@@ -31,7 +34,7 @@ function sharded.of(model)
   return found
 end
 
---- Returns the shape of a shard without its padding, or nil if the shard consists of padding.
+--- Returns the shape of a shard without its padding. Returns nil if the shard consists only of padding.
 ---@param at ps.nn.Sharded
 ---@return integer[]?
 function sharded.own_shape(at)
@@ -42,7 +45,7 @@ function sharded.own_shape(at)
   return at.pieces[1] and shape or nil
 end
 
---- Returns a view of a shard without its padding, or nil if the shard consists of padding.
+--- Returns a view of a shard without its padding. Returns nil if the shard consists only of padding.
 ---@param tensor ps.Tensor of the shard's shape
 ---@param at ps.nn.Sharded
 ---@return ps.Tensor?
@@ -51,7 +54,7 @@ function sharded.own(tensor, at)
   return shape and rectangles.view(tensor, rectangles.zeros(shape), shape) or nil
 end
 
---- Returns the shape of a whole parameter.
+--- Returns the shape of a whole parameter, which may be sharded.
 ---@param parameter ps.Tensor
 ---@return integer[]
 function sharded.shape(parameter)
@@ -59,7 +62,8 @@ function sharded.shape(parameter)
   return desc and { unpack(desc.full_shape) } or parameter:shape()
 end
 
---- Returns how a shape fits a parameter: "whole", "own" (the shape of a cut parameter's shard), or nil.
+--- Returns how a shape fits a parameter: "whole", or "own" if it is the shape of this rank's shard. Returns nil if it
+--- does not fit.
 ---@param shape integer[]
 ---@param parameter ps.Tensor
 ---@return "whole"|"own"|nil
@@ -69,9 +73,9 @@ function sharded.fit(shape, parameter)
   return desc and rectangles.same(shape, shard.shape(desc)) and "own" or nil
 end
 
---- Raises an error if a tensor of a state is another rank's shard of a parameter. Only the description can tell: shards
---- of all ranks have the same name, and usually the same shape.
----@param given? ps.nn.Shard description of the tensor's shard, if known
+--- Raises an error if a tensor of a state is another rank's shard of a parameter. Only the description of the shard can
+--- show this, because the shards of all ranks have the same name, and usually the same shape.
+---@param given? ps.nn.Shard description of the tensor's shard, if it is known
 ---@param parameter ps.Tensor
 ---@param name string
 function sharded.check_rank(given, parameter, name)
@@ -84,14 +88,15 @@ function sharded.check_rank(given, parameter, name)
     .. "{ merge_checkpoints = true }))"):format(name, given.index, given.count, desc.index, desc.count), 0)
 end
 
--- Copies the rectangle at `offset` of one tensor in memory into another.
+-- Copies a rectangle of one tensor in memory into another tensor. The rectangle begins at `offset` and has the shape of
+-- the other tensor.
 local function copy_part(from, tensor, offset)
   scope.no_grad(scope.scope, function()
     tensor:copy_(rectangles.view(from:detach(), offset, tensor:shape()):to(tensor:device()))
   end)
 end
 
---- Reads a parameter's shard from a source's tensor. Padding does not change.
+--- Reads a parameter's shard from a tensor of a source. The padding of the shard is not changed.
 ---@param source table an open file, or tensors by name
 ---@param name string name of the tensor in the source
 ---@param tensor ps.Tensor the destination: the parameter, its master or an exponential average
@@ -109,7 +114,7 @@ function sharded.read(source, name, tensor, parameter)
   end
 end
 
---- Reads a tensor that is not cut from a source.
+--- Reads a tensor from a source. The tensor is not sharded.
 ---@param source table an open file, or tensors by name
 ---@param name string
 ---@param tensor ps.Tensor the destination

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of modules for their values by name: state_dict and load_state_dict.
+-- The methods of modules that return and set values by name: state_dict and load_state_dict.
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 local is_tensor = require("ps.core.scope").is_tensor
@@ -15,8 +15,8 @@ local LOADING = { strict = "boolean", check_only = "boolean", elsewhere = "funct
 ---@param Module ps.nn.Module the class to which the methods are added
 ---@param check_owned fun(module: ps.nn.Module) refuses modules and parameters in plain tables
 return function(Module, check_owned)
-  --- Returns all parameters and persistent buffers by name, as references, not copies. As in PyTorch, a tied weight is
-  --- listed under all of its names.
+  --- Returns all parameters and persistent buffers by name. The values are references to the tensors, not copies. As in
+  --- PyTorch, a tied weight is listed under all of its names.
   ---@param options? {tied?: boolean} tied = false lists a tied weight only under its first name, as in named_parameters
   ---@return table<string, ps.Tensor>
   function Module:state_dict(options)
@@ -30,13 +30,14 @@ return function(Module, check_owned)
     return options.tied == false and state or tied.add(self, state)
   end
 
-  --- Copies values into the parameters and buffers by name, and converts types. Checks everything before it writes
-  --- anything. A tied weight may have any of its names; if a state has several, their values must be equal.
+  --- Copies values into the parameters and buffers of the same names, and converts their types. Checks everything
+  --- before it writes anything. A tied weight may have any of its names in a state. If it has several names in the
+  --- state, their values must be equal.
   ---@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with
   --- lazy), which is read one tensor at a time
-  ---@param options? {strict?: boolean, check_only?: boolean, elsewhere?: fun(name: string): any} strict (default true):
-  --- missing and unexpected names are errors; check_only: nothing is written; elsewhere: returns whether another
-  --- process has a tensor, which then does not count as missing
+  ---@param options? {strict?: boolean, check_only?: boolean, elsewhere?: fun(name: string): any} strict: whether
+  --- missing and unexpected names are errors (default true); check_only: whether to check without writing; elsewhere:
+  --- returns whether another process has a tensor, which then does not count as missing
   ---@return {missing: string[], unexpected: string[]}
   function Module:load_state_dict(state, options)
     if type(state) ~= "table" then

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model's modules with their numbers of parameters, as a list that prints as a table.
+-- Lists a model's modules with their numbers of parameters. The list prints as a table.
 local readable = require "ps.core.readable"
 
 local SUMMARY = { prints_rows = true, __tostring = function(self)

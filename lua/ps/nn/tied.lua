@@ -1,19 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Finds the further names of tied weights. A weight is tied if two modules have it as a parameter, or if a head is made
--- with `tied` (nn.LMHead). In PyTorch's state_dict a tied weight has all its names. A pretrained model whose settings
--- tie its head has no module for it, but the head's name is accepted when values are loaded.
+-- Finds the further names of tied weights. A weight is tied if two modules have it as a parameter, or if a head was
+-- created with `tied` (nn.LMHead). In PyTorch's state_dict, a tied weight has all of its names. If the settings of a
+-- pretrained model tie its head to an embedding, the model has no module for the head. When values are loaded, the
+-- head's name is still accepted.
 local registry = require "ps.nn.registry"
 
 local tied = {}
 
--- Adds the name of a head that reads an embedding's weight.
+-- Adds the name of a head's weight if the head reads the weight of an embedding.
 local function head_name(self, prefix, first_of, names)
   local head = rawget(self, "tied")
   local first = head and head.weight and first_of[registry.address(head.weight)]
   if first and first ~= prefix .. "weight" then names[prefix .. "weight"] = first end
 end
 
--- Adds the names of weights that a pretrained model's settings tie.
+-- Adds the names of weights that the settings of a pretrained model tie.
 local function declared(self, prefix, first_of, names)
   local config = rawget(self, "config") or rawget(self, "_fields") and self._fields.config
   if not (self.ties and type(config) == "table" and config.tie_word_embeddings) then return end
@@ -25,8 +26,9 @@ end
 
 --- Returns the further names of tied parameters and persistent buffers.
 ---@param module ps.nn.Module
----@param loads? boolean also names that are only accepted when values are loaded (default false)
----@return table<string, string> names first names by further name; named_parameters has the first names
+---@param loads? boolean whether to include names that are accepted only when values are loaded (default false)
+---@return table<string, string> names the first name of the tensor by further name; named_parameters has the first
+--- names
 function tied.names(module, loads)
   local first_of, names, modules = {}, {}, { { module, "" } }
   registry.walk(module, function(name, value, kind, owner, key)

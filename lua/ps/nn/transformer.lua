@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The attention and the MLP of a transformer block, for models that need no particular parameter names.
+-- The attention and the MLP of a transformer block, for models whose parameters need no particular names.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
@@ -13,10 +13,10 @@ local MultiheadSelfAttention = nn_module.class("MultiheadSelfAttention")
 local ATTENTION = { causal = "boolean", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
 local FORWARD = { mask = "tensor", residual = "tensor" }
 
--- Returns the options that both linear layers get.
+-- Returns the options for the linear layers.
 local function of_linear(options) return { bias = options.bias, dtype = options.dtype, device = options.device } end
 
---- Creates self-attention with one product for queries, keys and values, and one product for the result.
+--- Creates self-attention. One product computes queries, keys and values, and another product computes the result.
 ---@param width integer C
 ---@param heads integer number of heads, which must divide width
 ---@param options? {causal?: boolean, dropout?: number, bias?: boolean, dtype?: string, device?: string} causal (default
@@ -33,10 +33,11 @@ function MultiheadSelfAttention:init(width, heads, options)
   self.proj = linear.Linear(width, width, of_linear(options))
 end
 
---- Applies self-attention. Each position attends to all positions, or with `causal` to itself and earlier positions.
+--- Applies self-attention. Each position attends to all positions. With `causal`, it attends to itself and earlier
+--- positions.
 ---@param x ps.Tensor [B, T, C]
----@param options? {mask?: ps.Tensor, residual?: ps.Tensor} mask bool [B, T], false hides a key; residual [B, T, C] is
----  added
+---@param options? {mask?: ps.Tensor, residual?: ps.Tensor} mask: bool [B, T], in which false hides a key; residual: [B,
+--- T, C], which is added to the result
 ---@return ps.Tensor [B, T, C]
 function MultiheadSelfAttention:forward(x, options)
   options = caller.options(options, "nn.MultiheadSelfAttention's forward", FORWARD)
@@ -66,7 +67,7 @@ function MLP:init(width, hidden, options)
   self.drop = activation.Dropout(options.dropout or 0)
 end
 
---- Runs the two products and adds a residual, if one is given.
+--- Computes down(activation(up(x))) with dropout. If a residual is passed, adds it.
 ---@param x ps.Tensor [..., C]
 ---@param residual? ps.Tensor [..., C]
 ---@return ps.Tensor [..., C]

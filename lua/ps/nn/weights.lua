@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- nn.init: fills tensors in place, with PyTorch's formulas. Weights are [out, in] unless stated otherwise.
+-- nn.init: fills tensors in place with PyTorch's formulas. Weights are [out, in] unless a comment says otherwise.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -28,14 +28,14 @@ local function fans(tensor)
   return shape[2] * field, shape[1] * field
 end
 
---- Fills a tensor with normally distributed numbers.
+--- Fills a tensor with numbers from a normal distribution.
 ---@param tensor ps.Tensor
 ---@param mean? number (default 0)
 ---@param std? number (default 1)
 ---@return ps.Tensor tensor
 function init.normal_(tensor, mean, std) return fill(tensor, "normal_", mean or 0, std or 1) end
 
---- Fills a tensor with uniform numbers in [low, high).
+--- Fills a tensor with numbers from a uniform distribution over [low, high).
 ---@param tensor ps.Tensor
 ---@param low? number (default 0)
 ---@param high? number (default 1)
@@ -56,11 +56,12 @@ function init.zeros_(tensor) return fill(tensor, "fill_", 0) end
 ---@return ps.Tensor tensor
 function init.ones_(tensor) return fill(tensor, "fill_", 1) end
 
--- Gains of PyTorch's calculate_gain. The gain of leaky_relu depends on its slope.
+-- The gains of PyTorch's calculate_gain. The gain of leaky_relu depends on its slope.
 local GAINS = { linear = 1, conv1d = 1, conv2d = 1, sigmoid = 1, tanh = 5 / 3, relu = math.sqrt(2), selu = 3 / 4,
   leaky_relu = true }
 
---- Returns the factor on the standard deviation of weights before a nonlinearity.
+--- Returns the gain of a nonlinearity: the factor by which the standard deviation of the weights before it is
+--- multiplied.
 ---@param nonlinearity string "linear", "conv1d", "conv2d", "sigmoid", "tanh", "relu", "leaky_relu" or "selu"
 ---@param a? number the slope of leaky_relu (default 0.01)
 ---@return number
@@ -73,7 +74,7 @@ end
 local KAIMING = { a = "number", mode = "string", nonlinearity = "string" }
 local MODES = { fan_in = true, fan_out = true }
 
--- Returns the numerator and the denominator of the variance of the weights (He et al. 2015).
+-- Returns the numerator and the denominator of the weights' variance (He et al. 2015).
 local function kaiming(tensor, a, name)
   local options = type(a) == "table" and caller.options(a, "nn.init." .. name, KAIMING)
     or { a = number(a, 0, name .. ": a") }
@@ -86,10 +87,11 @@ local function kaiming(tensor, a, name)
   return init.calculate_gain(of) ^ 2, fan
 end
 
---- Fills a tensor with uniform numbers in +-sqrt(3) gain / sqrt(fan), the initialization of He et al. 2015.
+--- Fills a tensor with numbers from a uniform distribution over +-sqrt(3) gain / sqrt(fan). This is the initialization
+--- of He et al. 2015.
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param a? number|{a?: number, mode?: "fan_in"|"fan_out", nonlinearity?: string} a: slope of a leaky ReLU (default 0);
----  mode (default "fan_in"); nonlinearity: as in calculate_gain (default "leaky_relu")
+--- mode (default "fan_in"); nonlinearity: as in calculate_gain (default "leaky_relu")
 ---@return ps.Tensor tensor
 function init.kaiming_uniform_(tensor, a)
   local above, below = kaiming(tensor, a, "kaiming_uniform_")
@@ -97,7 +99,8 @@ function init.kaiming_uniform_(tensor, a)
   return init.uniform_(tensor, -bound, bound)
 end
 
---- Fills a tensor with normally distributed numbers of standard deviation gain / sqrt(fan) (He et al. 2015).
+--- Fills a tensor with numbers from a normal distribution with the standard deviation gain / sqrt(fan) (He et al.
+--- 2015).
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param a? number|{a?: number, mode?: "fan_in"|"fan_out", nonlinearity?: string} as in kaiming_uniform_
 ---@return ps.Tensor tensor
@@ -106,7 +109,8 @@ function init.kaiming_normal_(tensor, a)
   return init.normal_(tensor, 0, math.sqrt(above / below))
 end
 
---- Fills a tensor with uniform numbers in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010).
+--- Fills a tensor with numbers from a uniform distribution over +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio
+--- 2010).
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param gain? number (default 1)
 ---@return ps.Tensor tensor
@@ -116,7 +120,8 @@ function init.xavier_uniform_(tensor, gain)
   return init.uniform_(tensor, -bound, bound)
 end
 
---- Fills a tensor with normally distributed numbers of variance gain^2 2 / (fan_in + fan_out) (Glorot and Bengio 2010).
+--- Fills a tensor with numbers from a normal distribution with the variance gain^2 2 / (fan_in + fan_out) (Glorot and
+--- Bengio 2010).
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param gain? number (default 1)
 ---@return ps.Tensor tensor
@@ -125,8 +130,8 @@ function init.xavier_normal_(tensor, gain)
   return init.normal_(tensor, 0, number(gain, 1, "xavier_normal_: gain") * math.sqrt(2 / (fan_in + fan_out)))
 end
 
---- Fills a matrix with orthogonal rows, or orthogonal columns if there are more rows than columns (Saxe et al. 2013),
---- times gain. Dimensions after the first are merged.
+--- Fills a matrix with orthogonal rows, multiplied by the gain (Saxe et al. 2013). If the matrix has more rows than
+--- columns, its columns are orthogonal instead. Dimensions after the first are merged.
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param gain? number (default 1)
 ---@return ps.Tensor tensor
@@ -137,7 +142,7 @@ function init.orthogonal_(tensor, gain)
     local rows, columns = tensor:size(0), tensor:numel() / tensor:size(0)
     local n, width = math.min(rows, columns), math.max(rows, columns)
     local q = create.empty({ n, width }, { dtype = "fp64", device = tensor:device() }):normal_()
-    -- Gram-Schmidt; the second pass removes the rounding errors of the first
+    -- Gram-Schmidt orthogonalization. The second pass removes the rounding errors of the first pass.
     for i = 0, n - 1 do
       local row, before = q:narrow(0, i, 1), q:narrow(0, 0, i)
       for _ = 1, i > 0 and 2 or 0 do row:copy_(row - row:matmul(before:t()):matmul(before)) end
@@ -149,7 +154,7 @@ function init.orthogonal_(tensor, gain)
   return tensor
 end
 
---- Fills a matrix with the identity: 1 on the diagonal, else 0.
+--- Fills a matrix with the identity: 1 on the diagonal and 0 elsewhere.
 ---@param tensor ps.Tensor [out, in]
 ---@return ps.Tensor tensor
 function init.eye_(tensor)
