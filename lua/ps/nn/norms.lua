@@ -72,8 +72,8 @@ end
 ---
 --- For a model of ps.initialize, the norm is that of the step's mean gradient over all micro-batches and ranks, without
 --- the loss scale. The next update multiplies the gradients of `params` by the clipping factor. `params` may be some of
---- the model's parameters. All ranks must call the function, between the last backward and optimizer:step(). If backward
---- itself updates the parameters (overlap_optimizer, the default on the CPU), the call is an error. Use
+--- the model's parameters. All ranks must call the function, between the last backward and optimizer:step(). If
+--- backward itself updates the parameters (overlap_optimizer, the default on the CPU), the call is an error. Use
 --- gradient_clipping in that case.
 ---@param params ps.Tensor[]|ps.Tensor|ps.nn.Module|ps.Engine
 ---@param max_norm number

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Activations and other functions of one or two tensors, for ps.functional (F.softplus, F.normalize).
+-- Activations and other functions of one or two tensors. They are functions of ps.functional, such as F.softplus and
+-- F.normalize.
 local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -20,7 +21,7 @@ local function number(value, default, what)
   return caller.typed(value, "number", what)
 end
 
---- Returns log(1 + exp(beta x)) / beta, or x itself where beta x is above the threshold.
+--- Returns log(1 + exp(beta x)) / beta. Where beta x is above the threshold, returns x itself.
 ---@param x ps.Tensor floats
 ---@param beta? number (default 1)
 ---@param threshold? number (default 20)
@@ -30,7 +31,7 @@ function M.softplus(x, beta, threshold)
     number(threshold, 20, "F.softplus: threshold"))
 end
 
---- Returns x where x is above 0, else slope x.
+--- Returns x where x is above 0, and slope x elsewhere.
 ---@param x ps.Tensor floats
 ---@param slope? number (default 0.01)
 ---@return ps.Tensor of x's shape
@@ -38,7 +39,7 @@ function M.leaky_relu(x, slope)
   return ops.leaky_relu(floats(x, "F.leaky_relu"), number(slope, 0.01, "F.leaky_relu: the slope"))
 end
 
---- Returns x where x is above 0, else alpha (exp(x) - 1) (Clevert et al. 2016).
+--- Returns x where x is above 0, and alpha (exp(x) - 1) elsewhere (Clevert et al. 2016).
 ---@param x ps.Tensor floats
 ---@param alpha? number (default 1)
 ---@return ps.Tensor of x's shape
@@ -46,8 +47,8 @@ function M.elu(x, alpha) return ops.elu(floats(x, "F.elu"), number(alpha, 1, "F.
 
 local NO_SIZES = {}
 
---- Returns x where x is above 0, else the slope of its channel times x (He et al. 2015).
----@param x ps.Tensor floats [N, C, ...], or of any shape with one slope
+--- Returns x where x is above 0, and elsewhere x times the slope of its channel (He et al. 2015).
+---@param x ps.Tensor floats [N, C, ...], or of any shape if there is one slope
 ---@param w ps.Tensor slopes [C] or [1]
 ---@return ps.Tensor of x's shape
 function M.prelu(x, w)
@@ -64,7 +65,7 @@ function M.prelu(x, w)
   return ops.prelu(x, w:reshape(shape))
 end
 
---- Returns x where x is above 0, else alpha (exp(x / alpha) - 1) (Barron 2017).
+--- Returns x where x is above 0, and alpha (exp(x / alpha) - 1) elsewhere (Barron 2017).
 ---@param x ps.Tensor floats
 ---@param alpha? number (default 1)
 ---@return ps.Tensor of x's shape
@@ -82,18 +83,19 @@ function M.softmin(x, dim) return (-floats(x, "F.softmin")):softmax(dim) end
 
 local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
---- Returns 1.0507 elu(x, 1.6733), which preserves mean and variance (Klambauer et al. 2017).
+--- Returns 1.0507 elu(x, 1.6733). This function preserves mean and variance (Klambauer et al. 2017).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.selu(x) return ops.affine(ops.elu(floats(x, "F.selu"), SELU_ALPHA), SELU_SCALE, -0.0) end
 
--- Returns x limited to [low, high]. Unlike clamp, it passes the gradient at NaN, as in PyTorch.
+-- Returns x limited to [low, high]. Where x is NaN, the gradient passes through, as in PyTorch. This is the difference
+-- to clamp.
 local function limited(x, low, high)
   if x:is_float() and not (scope.grad_enabled() and x:needs_grad()) then return ops.clamp(x, low, high) end
   return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))
 end
 
---- Returns x limited to [low, high]. The gradient is 0 at and beyond the bounds.
+--- Returns x limited to [low, high]. The gradient is 0 at the bounds and outside of them.
 ---@param x ps.Tensor
 ---@param low? number (default -1)
 ---@param high? number (default 1)
@@ -105,7 +107,7 @@ function M.hardtanh(x, low, high)
   return limited(x, low, high)
 end
 
---- Returns x limited to [0, 6]. The gradient is 0 at and beyond the bounds.
+--- Returns x limited to [0, 6]. The gradient is 0 at the bounds and outside of them.
 ---@param x ps.Tensor
 ---@return ps.Tensor of x's shape
 function M.relu6(x)
@@ -118,12 +120,12 @@ end
 ---@return ps.Tensor of x's shape
 function M.mish(x) return ops.mish(floats(x, "F.mish")) end
 
---- Returns log(sigmoid(x)), without overflow.
+--- Returns log(sigmoid(x)), computed without overflow.
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.logsigmoid(x) return ops.logsigmoid(floats(x, "F.logsigmoid")) end
 
---- Returns (x limited to [-3, 3] + 3) / 6.
+--- Returns (y + 3) / 6, where y is x limited to [-3, 3].
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.hardsigmoid(x) return ops.hardsigmoid(floats(x, "F.hardsigmoid")) end
@@ -138,9 +140,10 @@ function M.hardswish(x) return ops.hardswish(floats(x, "F.hardswish")) end
 ---@return ps.Tensor of x's shape
 function M.softsign(x) return floats(x, "F.softsign") / (ops.abs(x) + 1) end
 
---- Returns the first half along a dimension times the sigmoid of the second half (Dauphin et al. 2017).
+--- Divides x into two halves along a dimension. Returns the first half times the sigmoid of the second half (Dauphin et
+--- al. 2017).
 ---@param x ps.Tensor floats
----@param dim? integer (default -1); its size is even
+---@param dim? integer (default -1) the dimension, whose size must be even
 ---@return ps.Tensor half as large along dim
 function M.glu(x, dim)
   local n = floats(x, "F.glu"):size(dim or -1)
@@ -150,9 +153,10 @@ end
 
 local NORMALIZE = { p = "number", dim = "whole", eps = "number" }
 
---- Returns x divided by its p-norm along dimensions. A norm below eps is replaced by eps.
+--- Returns x divided by its p-norms along the given dimensions. A norm below eps is replaced by eps.
 ---@param x ps.Tensor floats
----@param p? number|{p?: number, dim?: integer, eps?: number} default 2; the arguments can be passed by name
+---@param p? number|{p?: number, dim?: integer, eps?: number} p (default 2), or a table with p and the following
+--- arguments by name
 ---@param dim? integer|integer[] (default 1)
 ---@param eps? number default 1e-12
 ---@return ps.Tensor of x's shape
@@ -169,18 +173,19 @@ end
 
 local function limit_of(norm, eps) return norm:clamp(eps) - norm end
 
--- Returns x, expanded to a shape, divided by its norms along a dimension. The limited norm has the gradient of the
--- norm, as in PyTorch.
+-- Expands x to a shape, and returns it divided by its norms along a dimension. Norms below eps are replaced by eps, but
+-- the gradient is that of the norm itself, as in PyTorch.
 local function unit(x, shape, dim, eps)
   x = x:expand(shape)
   local norm = x:norm(2, dim, true)
   return x / (norm + scope.no_grad(limit_of, norm, eps))
 end
 
---- Returns the cosine of the angle between vectors along a dimension. Norms below eps are replaced by eps.
+--- Returns the cosines of the angles between the vectors of a and b, which are along a dimension. Norms below eps are
+--- replaced by eps.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of a shape that broadcasts with a's
----@param dim? integer (default 1), of the shape that both broadcast to
+---@param dim? integer (default 1) a dimension of the shape to which a and b broadcast
 ---@param eps? number default 1e-8
 ---@return ps.Tensor without that dimension
 function M.cosine_similarity(a, b, dim, eps)

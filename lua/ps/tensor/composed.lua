@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods and functions of tensors that consist of other ops. They have no kernels: autograd differentiates these ops.
--- Names and meanings are PyTorch's.
+-- Methods and functions of tensors that call other ops and have no kernels of their own. autograd differentiates the
+-- other ops. Names and meanings are PyTorch's.
 local autocast = require "ps.core.autocast"
 local bit = require "bit"
 local native = require "ps.core.ffi"
@@ -18,7 +18,8 @@ local FLOAT = native.FLOAT
 
 local function list_of(value) return type(value) == "number" and { value } or value end
 
--- Returns fn's result for a tensor, computed in fp32 or fp64 and converted to the tensor's type.
+-- Converts a tensor of a half type to fp32, calls fn, and converts the result back to the tensor's type. fp32 and fp64
+-- tensors are passed to fn unchanged.
 local function wide(t, what, fn, ...)
   if not FLOAT[t.dtype_] then error(("%s takes a float tensor; convert with :float()"):format(what)) end
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 then return fn(t, ...) end
@@ -39,9 +40,10 @@ function T:flip(dims)
   return ops.flip(self, bits)
 end
 
---- Returns the elements shifted by `shifts` along dimensions. Elements shifted past the end reappear at the beginning.
+--- Returns the elements, shifted by `shifts` along dimensions. Elements that are shifted past the end reappear at the
+--- beginning.
 ---@param shifts integer|integer[]
----@param dims? integer|integer[] a dimension for each shift (default: shifts all elements in row-major order)
+---@param dims? integer|integer[] a dimension for each shift (by default, all elements are shifted in row-major order)
 ---@return ps.Tensor of this shape
 function T:roll(shifts, dims)
   if type(shifts) == "number" and type(dims) == "number" then         -- faster, with the same result
@@ -66,9 +68,9 @@ function T:roll(shifts, dims)
   return rawequal(y, self) and self:clone() or y
 end
 
---- Returns the tensor repeated along each dimension, like PyTorch's repeat, a reserved word in Lua. `...` are the
---- numbers of repetitions, leading dimensions first.
----@param ... integer a number for each dimension; additional numbers add leading dimensions
+--- Returns the tensor repeated along each dimension. This is PyTorch's repeat, whose name is a reserved word in Lua.
+--- `...` are the numbers of repetitions, from the first dimension to the last.
+---@param ... integer a number for each dimension; additional numbers at the beginning add leading dimensions
 ---@return ps.Tensor
 function T:tile(...)
   if not scope.is_tensor(self) then caller.no_self "t:tile" end
@@ -119,13 +121,13 @@ local function triangle(t, diagonal, upper, what)
   return ops.triangle(t, caller.whole(diagonal or 0, what .. ": the diagonal"), upper)
 end
 
---- Keeps the elements on and below a diagonal of the last two dimensions, and sets the others to 0.
+--- Keeps the elements on and below a diagonal of the last two dimensions, and sets all other elements to 0.
 ---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:tril(diagonal)
   return triangle(self, diagonal, 0, "tril")
 end
---- Keeps the elements on and above a diagonal of the last two dimensions, and sets the others to 0.
+--- Keeps the elements on and above a diagonal of the last two dimensions, and sets all other elements to 0.
 ---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:triu(diagonal)
@@ -133,8 +135,8 @@ function T:triu(diagonal)
 end
 
 -- -- reductions -----------------------------------------------------------------------------------------------------
--- Returns the largest element, which logsumexp subtracts from all elements, or 0 if it is infinite: the difference of
--- infinities would be NaN.
+-- Returns the number that logsumexp subtracts from all elements. This is the largest element. If the largest element is
+-- infinite, it is 0, because the difference of infinities would be NaN.
 local function shift_of(x, dims)
   return ops.nan_to_num(x:amax(dims, true), 0, 0, 0)
 end
@@ -151,7 +153,7 @@ local function logsumexp(x, dims, keepdim)
   local shift = scope.no_grad(shift_of, x, dims)
   return without((x - shift):exp():sum(dims, true):log() + shift, dims, keepdim, x)
 end
---- Returns log(sum(exp(x))) over some dimensions, without overflow. The elements must be floats.
+--- Returns log(sum(exp(x))) over some dimensions, computed without overflow. The elements must be floats.
 ---@param dims integer|integer[]
 ---@param keepdim? boolean
 ---@return ps.Tensor
@@ -160,7 +162,7 @@ function T:logsumexp(dims, keepdim)
   return wide((autocast.full(self)), "logsumexp", logsumexp, dims, keepdim)
 end
 
--- Returns x to the power 1 / p. The gradient is 0 where x is 0, a subgradient of the norm at its minimum.
+-- Returns x to the power 1 / p. Where x is 0, the gradient is 0, which is a subgradient of the norm at its minimum.
 local function root(x, p)
   if not (x:needs_grad() and scope.grad_enabled()) then return p == 2 and x:sqrt() or x ^ (1 / p) end
   local zero = x:eq(0)
@@ -178,11 +180,11 @@ local function norm(x, p, dims, keepdim)
   if p > 1 or not (x:needs_grad() and scope.grad_enabled()) then
     return root((x:abs() ^ p):sum(dims, keepdim), p)
   end
-  local zero = x:eq(0)            -- has an infinite derivative, for which PyTorch takes 0
+  local zero = x:eq(0)            -- the derivative is infinite where x is 0; like PyTorch, we use 0
   return root((x:abs():masked_fill(zero, 1) ^ p):masked_fill(zero, 0 ^ p):sum(dims, keepdim), p)
 end
---- Returns the p-norm over some dimensions of floats. p can be any number, including infinities; p = 0 counts the
---- elements that are not 0. The gradient is 0 where the norm is 0, and where an element is 0.
+--- Returns the p-norm over some dimensions. The elements must be floats. p can be any number, including infinities.
+--- With p = 0 the elements that are not 0 are counted. The gradient is 0 where the norm is 0 and where an element is 0.
 ---@param p? number (default 2)
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
@@ -205,8 +207,8 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 local function with_gradient(t, yes) return yes and t:requires_grad(true) or t end
 
 --- Returns a matrix with ones on the main diagonal and zeros elsewhere.
----@param n integer rows
----@param m? integer columns (default n)
+---@param n integer number of rows
+---@param m? integer number of columns (default n)
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
 ---@return ps.Tensor [n, m]
 function M.eye(n, m, options)
@@ -222,7 +224,7 @@ function M.eye(n, m, options)
   return with_gradient(t, options.requires_grad)
 end
 
---- Returns `steps` equally spaced numbers from first to last.
+--- Returns `steps` equally spaced numbers from `first` to `last`.
 ---@param first number
 ---@param last number
 ---@param steps integer
@@ -236,7 +238,7 @@ function M.linspace(first, last, steps, options)
   local device = options.device and native.device_index(options.device) or create.default_place()
   local step = steps > 1 and (last - first) / (steps - 1) or 0
   local dtype = options.dtype and native.dtype_code(options.dtype) or create.default_code()
-  -- The second half is counted from its end, so that the last number is exact.
+  -- The second half is computed backwards from `last`, so that the last number is exact.
   local half = math.floor(steps / 2)
   local y = create.vector(steps - half, C.PS_F64, device)
   create.alone(y, ops.arange_(y, first, step))
@@ -249,9 +251,9 @@ function M.linspace(first, last, steps, options)
   return with_gradient(y, options.requires_grad)
 end
 
---- Returns one-hot vectors of classes, int64 [..., classes]: 1 at the index of the class, else 0.
----@param index ps.Tensor integers from 0
----@param classes? integer (default: the largest + 1)
+--- Returns a one-hot vector of type int64 for each class. The vector is 1 at the index of the class and 0 elsewhere.
+---@param index ps.Tensor integers [...], the classes, from 0
+---@param classes? integer number of classes (default: the largest class + 1)
 ---@return ps.Tensor
 function M.one_hot(index, classes)
   if caller.tensor(index, "one_hot", "the classes") == nil then error("one_hot: no tensor was given") end
@@ -279,7 +281,8 @@ local function letters(text, what)
   return list, seen
 end
 
--- Permutes t from the dimensions `from` to the dimensions `to`. `from` must contain all of `to`.
+-- Permutes t, whose dimensions have the letters `from`, so that its dimensions have the order `to`. `from` must contain
+-- all letters of `to`.
 local function arranged(t, from, to)
   local place, axes = {}, {}
   for i, c in ipairs(from) do place[c] = i - 1 end
@@ -304,7 +307,7 @@ local function joined(...)
   return all
 end
 
--- Sums over the dimensions that are in neither another operand nor the result.
+-- Sums t over each dimension whose letter does not occur in another operand or in the result.
 local function drop(t, list, keep)
   local rest, gone = {}, {}
   for i, c in ipairs(list) do
@@ -314,7 +317,8 @@ local function drop(t, list, keep)
   return t:sum(gone), rest
 end
 
--- Multiplies two tensors by one matrix product, summed over the dimensions that only these two have.
+-- Multiplies two tensors with one matrix product. The product sums over the dimensions that occur only in these two
+-- tensors.
 local function contract(a, in_a, b, in_b, keep, sizes)
   a, in_a = drop(a, in_a, function(c) return keep(c) or has(in_b, c) end)
   b, in_b = drop(b, in_b, function(c) return keep(c) or has(in_a, c) end)
@@ -330,12 +334,13 @@ local function contract(a, in_a, b, in_b, keep, sizes)
   local y = arranged(b, in_b, joined(batch, summed, right)):reshape(B, K, R)
   local shape, list = {}, joined(batch, left, right)
   for i, c in ipairs(list) do shape[i] = sizes[c] end
-  return (#summed == 0 and x * y or x:matmul(y)):reshape(shape), list        -- nothing is summed
+  return (#summed == 0 and x * y or x:matmul(y)):reshape(shape), list        -- without summed dimensions, x * y
 end
 
 --- Computes sums of products in Einstein's notation, such as "bij,bjk->bik". Without "->", the result has the letters
 --- that occur once, in alphabetical order. Tensors are multiplied two at a time, from left to right.
----@param text string a letter for each dimension; "..." and a repeated letter in one tensor are not supported
+---@param text string a letter for each dimension; "..." is not supported, and a letter must not occur twice in one
+--- tensor
 ---@param ... ps.Tensor floats
 ---@return ps.Tensor
 function M.einsum(text, ...)

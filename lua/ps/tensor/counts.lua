@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Counts, order statistics and search: bincount, unique, median, quantile, searchsorted, bucketize, made of other ops.
+-- Counts, order statistics and search: bincount, unique, median, quantile, searchsorted and bucketize. These methods
+-- call other ops.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -22,7 +23,7 @@ end
 -- -- counts ---------------------------------------------------------------------------------------------------------
 local BINCOUNT = { weights = "tensor", minlength = "whole" }
 
--- Returns a vector of n equal numbers, of a type (its code), on the device of x.
+-- Returns a vector of n equal numbers on the device of x. `dtype` is the code of its type.
 local function filled(n, dtype, x, value)
   local y = create.vector(n, dtype, x.device_)
   return create.alone(y, ops.fill_(y, value))
@@ -38,11 +39,11 @@ local function bincount(x, weights, least)
   return ops.scatter_add(filled(math.max(least, high + 1), dtype, x, 0), x, ones, 0)
 end
 
---- Counts how often each integer from 0 on occurs. The host waits for the largest value.
----@param options? {weights?: ps.Tensor, minlength?: integer} weights [N]: adds these numbers instead of 1; minlength:
---- the least length of the result (default 0)
----@return ps.Tensor [max(minlength, largest value + 1)] int64, or with weights fp32 (fp64 if the weights are not fp32),
---- without a gradient
+--- Counts how often each integer from 0 to the largest value occurs. The host waits for the largest value.
+---@param options? {weights?: ps.Tensor, minlength?: integer} weights [N]: numbers to add instead of 1 for each element;
+--- minlength: least length of the result (default 0)
+---@return ps.Tensor [max(minlength, largest value + 1)] int64. With weights, the type is fp32 if the weights are fp32,
+--- and otherwise fp64. The result has no gradient
 function T:bincount(options)
   options = caller.options(options, "bincount", BINCOUNT)
   local weights, least = options.weights, caller.whole(options.minlength or 0, "bincount: minlength", 0)
@@ -65,12 +66,12 @@ end
 
 local UNIQUE = { return_inverse = "boolean", return_counts = "boolean" }
 
---- Returns the different elements, in ascending order.
+--- Returns the distinct elements in ascending order.
 ---@param options? {return_inverse?: boolean, return_counts?: boolean}
 ---@return ps.Tensor values [K]
----@return ps.Tensor? inverse int64 of this shape, with return_inverse: the index of each element in `values`
----@return ps.Tensor? counts int64 [K], with return_counts: how often each value occurs. Without return_inverse, this
----  is the second result
+---@return ps.Tensor? inverse with return_inverse: int64 of this shape, the index of each element in `values`
+---@return ps.Tensor? counts with return_counts: int64 [K], the number of times that each value occurs. Without
+--- return_inverse, this is the second result
 function T:unique(options)
   options = caller.options(options, "unique", UNIQUE)
   return scope.no_grad(function()
@@ -96,7 +97,7 @@ end
 -- -- order statistics -----------------------------------------------------------------------------------------------
 local NO_SIZES = {}
 
--- Returns the median of a vector, without a gradient. topk puts NaN first.
+-- Returns the median of a vector, without a gradient. If there is a NaN, topk returns it first.
 local function lower_median(x)
   if native.on_host(x) then return ops.median(x) end
   local n = tonumber(x.numel_)
@@ -106,13 +107,14 @@ local function lower_median(x)
   return ops.reshape(ops.where(ops.eq(first, first), middle, first), 0, NO_SIZES)
 end
 
--- Returns where the elements of a vector equal its median.
+-- Returns a mask of the elements of a vector that equal its median.
 local function equal_to_median(x)
   local found = lower_median(x)
   return x:eq(found):logical_or(x:isnan():logical_and(found:isnan()))
 end
 
--- Returns the index of the median, or of the first NaN, along dimension d of size n.
+-- Returns the index of the median along dimension d, whose size is n. If there is a NaN, returns the index of the first
+-- NaN.
 local function median_index(x, d, n)
   local _, order = x:detach():sort(d)
   local middle = order:narrow(d, math.floor((n - 1) / 2), 1)
@@ -120,9 +122,9 @@ local function median_index(x, d, n)
   return ops.where(bad:any(d, true), bad:long():argmax(d, true), middle)
 end
 
---- Returns the median, or the lower of the two middle elements of an even number. With d, returns the medians along
---- that dimension and their indices. A NaN makes a median NaN. Without d, elements equal to the median share the
---- gradient.
+--- Returns the median. If the number of elements is even, this is the lower of the two middle elements. With d, returns
+--- the medians along dimension d, and their indices. If there is a NaN, the median is NaN. Without d, all elements that
+--- equal the median share the gradient.
 ---@param d? integer
 ---@param keepdim? boolean (default false)
 ---@return ps.Tensor values
@@ -150,7 +152,7 @@ end
 local QUANTILE = { dim = "whole", keepdim = "boolean", interpolation = "string" }
 local BETWEEN = { linear = true, lower = true, higher = true, nearest = true, midpoint = true }
 
--- Returns the weight of the upper neighbour of a fractional index.
+-- Returns the weight of the upper neighbour of a fractional index. `at` is the index, and `how` is the interpolation.
 local function upper_share(at, how)
   local low = math.floor(at)
   if how == "linear" then return at - low end
@@ -161,8 +163,8 @@ local function upper_share(at, how)
   return rest > 0.5 and 1 or rest < 0.5 and 0 or low % 2                     -- a tie selects the even index
 end
 
---- Returns the q-quantiles along a dimension. A NaN makes a quantile NaN.
----@param q number|number[]|ps.Tensor in [0, 1]; several values add a first dimension
+--- Returns the q-quantiles along a dimension. If there is a NaN, the quantile is NaN.
+---@param q number|number[]|ps.Tensor numbers in [0, 1]; several numbers add a first dimension to the result
 ---@param options? integer|{dim?: integer, keepdim?: boolean, interpolation?: string} dim (default: all elements);
 ---  interpolation: "linear" (default), "lower", "higher", "nearest" or "midpoint"
 ---@return ps.Tensor
@@ -202,10 +204,11 @@ end
 -- -- search ---------------------------------------------------------------------------------------------------------
 local SEARCH = { right = "boolean" }
 
---- Returns the index at which each value would be inserted into this tensor, which must be sorted. As in PyTorch, a NaN
---- compares with nothing, and the search continues after it.
----@param values ps.Tensor|number of any shape if this tensor has one dimension, else with equal leading sizes
----@param options? {right?: boolean} right: after equal elements instead of before them (default false)
+--- Returns the index at which each value would be inserted into this tensor, which must be sorted. As in PyTorch,
+--- comparisons with NaN are false, so the search continues after a NaN.
+---@param values ps.Tensor|number of any shape if this tensor has one dimension; otherwise with the same leading sizes
+---@param options? {right?: boolean} right: whether to insert after equal elements instead of before them (default
+--- false)
 ---@return ps.Tensor int64 of the shape of values
 function T:searchsorted(values, options)
   options = caller.options(options, "searchsorted", SEARCH)
@@ -214,8 +217,8 @@ function T:searchsorted(values, options)
   return ops.searchsorted(self, values, options.right and 1 or 0)
 end
 
---- Returns the index of the bucket of each element. boundaries[i - 1] < x <= boundaries[i] is bucket i, or with right
---- boundaries[i - 1] <= x < boundaries[i].
+--- Returns the index of the bucket of each element. An element x is in bucket i if boundaries[i - 1] < x <=
+--- boundaries[i]. With `right`, it is in bucket i if boundaries[i - 1] <= x < boundaries[i].
 ---@param boundaries ps.Tensor ascending [N]
 ---@param options? {right?: boolean} (default false)
 ---@return ps.Tensor int64 of this shape

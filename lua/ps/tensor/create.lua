@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Creates tensors: empty, filled, counted, random, from tables. ps.tensor also has these functions.
+-- Creates tensors: uninitialized, filled with a number, counted, random, or from tables. The module ps.tensor also has
+-- these functions.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local array = require "ps.core.array"
@@ -18,35 +19,35 @@ local double_array = array "double"
 
 local default_dtype, default_device = C.PS_F32, 0
 
---- Sets the type of new float tensors.
+--- Sets the type that new float tensors have.
 ---@param name string "fp32", "bf16", "fp16" or "fp64"
----@return string was the previous name
+---@return string was the name of the previous type
 function M.set_default_dtype(name)
   local was, code = native.dtype_name[default_dtype], native.dtype_code(name)
   if not FLOAT[code] then error(("ps.set_default_dtype: %s is not a floating-point type"):format(name)) end
   default_dtype = code
   return was
 end
---- Sets the device of new tensors.
+--- Sets the device on which new tensors are created.
 ---@param name string
----@return string was the previous name
+---@return string was the name of the previous device
 function M.set_default_device(name)
   local was = native.device_name[default_device]
   default_device = native.device_index(name)
   return was
 end
 
---- Returns the code of the type of new float tensors.
+--- Returns the code of the type that new float tensors have.
 ---@return integer
 function M.default_code() return default_dtype end
---- Returns the index of the device of new tensors.
+--- Returns the index of the device on which new tensors are created.
 ---@return integer
 function M.default_place() return default_device end
 
 local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
 
--- Raises an error for unknown options, or for a shape passed as separate numbers like PyTorch's zeros(2, 3); `...` are
--- the further sizes.
+-- Raises an error for unknown options. Also raises an error if a shape is passed as separate numbers, as in PyTorch's
+-- zeros(2, 3). In that case `...` are the sizes after the second.
 local function check_options(options, call, shape, ...)
   if options == nil and ... == nil then return end
   if type(options) == "number" and type(shape) == "number" then
@@ -58,7 +59,7 @@ local function check_options(options, call, shape, ...)
   if ... ~= nil then caller.more(call, "shape, options", (...)) end
 end
 
--- Returns the options of a tensor that the next op fills. requires_grad is omitted, because it is set after the fill.
+-- Returns the options for a tensor that the next op fills. requires_grad is left out, because it is set after the fill.
 local function bare(options, dtype)
   if options == nil then return { dtype = dtype } end
   return { dtype = options.dtype or dtype, device = options.device }
@@ -83,7 +84,7 @@ local function new_tensor(ndim, dtype, device)
   return t
 end
 
--- Creates a tensor like M.empty, after checking the options. call: the function's name in errors.
+-- Creates a tensor like M.empty. Does not check the options. `call` is the function's name in errors.
 local function empty(call, shape, options)
   if type(shape) == "number" then shape = { shape } end
   if type(shape) ~= "table" then error(("a shape must be a list of sizes, not %s"):format(tostring(shape))) end
@@ -101,11 +102,11 @@ local function empty(call, shape, options)
   return t
 end
 
--- The ranges of integer types. bool accepts any number: 0 becomes false, any other number true.
+-- The ranges of integer types. bool accepts any number: 0 becomes false, and any other number becomes true.
 local RANGE = { [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 }, [C.PS_I64] = { -2 ^ 63, 2 ^ 63 - 1 } }
 
---- Checks a number that becomes an element of a type. A number that an integer type cannot hold is an error. Fractions
---- are truncated later.
+--- Checks a number that will become an element of a type. A number outside of an integer type's range is an error.
+--- Fractions are truncated later.
 ---@param value number
 ---@param dtype integer the type's code
 ---@return number value
@@ -120,17 +121,17 @@ function M.held(value, dtype)
 end
 
 --- Returns a tensor with uninitialized contents.
----@param shape integer[] sizes, at most 8; a number n means { n }
+---@param shape integer[] at most 8 sizes; a number n means { n }
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
----@param ... any rejected, since the shape must be one list
+---@param ... any rejected, because the shape must be one list
 ---@return ps.Tensor
 function M.empty(shape, options, ...)
   check_options(options, "ps.empty", shape, ...)
   return empty("ps.empty", shape, options)
 end
 
--- Returns t, which an op has filled in place. Drops the op's result, a second reference to t: with it, release() would
--- keep the bytes.
+-- Returns t after an op has filled t in place. Drops the op's result, which is a second reference to t. With two
+-- references, release() would not free the memory.
 local function alone(t, given)
   native.give_back(given)
   return t
@@ -138,9 +139,9 @@ end
 M.alone = alone
 
 local function filled(call, value)
-  ---@param shape integer[] sizes, at most 8; a number n means { n }
+  ---@param shape integer[] at most 8 sizes; a number n means { n }
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
-  ---@param ... any rejected, since the shape must be one list
+  ---@param ... any rejected, because the shape must be one list
   ---@return ps.Tensor
   return function(shape, options, ...)
     check_options(options, call, shape, ...)
@@ -151,9 +152,9 @@ local function filled(call, value)
   end
 end
 M.zeros, M.ones = filled("ps.zeros", 0), filled("ps.ones", 1)
---- Returns a tensor whose elements all have one value.
----@param shape integer[] sizes, at most 8; a number n means { n }
----@param value number the value, which an integer type must be able to hold
+--- Returns a tensor whose elements all have the same value.
+---@param shape integer[] at most 8 sizes; a number n means { n }
+---@param value number the value; if the type is an integer type, the value must be in its range
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
 ---@return ps.Tensor
 function M.full(shape, value, options)
@@ -164,11 +165,11 @@ function M.full(shape, value, options)
   return filled("ps.full", value)(shape, options)
 end
 
---- Returns the numbers start, start + step, ... before stop. arange(stop) begins at 0. The type is int64 if all
---- three are whole, unless options set another.
+--- Returns the numbers start, start + step, and so on, before stop. arange(stop) begins at 0. If all three arguments
+--- are whole, the type is int64 unless the options set another type.
 ---@param start number
 ---@param stop? number
----@param step? number (default 1); not 0
+---@param step? number not 0 (default 1)
 ---@param options? {dtype?: string, device?: string}
 ---@return ps.Tensor [ceil((stop - start) / step)]
 function M.arange(start, stop, step, options)
@@ -193,7 +194,7 @@ function M.arange(start, stop, step, options)
 end
 
 local rng = C.ps_rng_get(ctx)
---- Reserves the counters of `numel` random numbers. Returns the first counter.
+--- Reserves the counters for `numel` random numbers. Returns the first counter.
 local function draw(numel)
   local offset = rng.offset
   rng.offset = offset + ffi.cast("uint64_t", numel)
@@ -201,9 +202,9 @@ local function draw(numel)
 end
 
 local function random(call, fill)
-  ---@param shape integer[] sizes, at most 8; a number n means { n }
+  ---@param shape integer[] at most 8 sizes; a number n means { n }
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
-  ---@param ... any rejected, since the shape must be one list
+  ---@param ... any rejected, because the shape must be one list
   ---@return ps.Tensor
   return function(shape, options, ...)
     check_options(options, call, shape, ...)
@@ -215,7 +216,7 @@ local function random(call, fill)
 end
 M.randn = random("ps.randn", function(t) return t:normal_() end)
 M.rand = random("ps.rand", function(t) return t:uniform_() end)
---- Returns uniform integers in [low, high), of type int64 unless options set another.
+--- Returns uniformly distributed integers in [low, high). Their type is int64 unless the options set another type.
 ---@param low integer
 ---@param high integer
 ---@param shape integer[]
@@ -227,7 +228,7 @@ function M.randint(low, high, shape, options)
   return alone(t, ops.randint_(t, low, high, rng.seed, draw(t.numel_)))
 end
 
---- Returns t on the device with the given index.
+--- Returns t on the device with the given index. If t is on this device, returns t itself.
 ---@param t ps.Tensor
 ---@param device integer
 ---@return ps.Tensor
@@ -247,8 +248,8 @@ local function measure(value, shape, depth)
   for i = 1, n do measure(value[i], shape, depth + 1) end
 end
 
---- Returns a tensor made from a number, a boolean, or a (nested) list of them. In a list with numbers, true counts as
---- 1. A list of only booleans becomes a tensor of type bool. A tensor is copied.
+--- Returns a tensor of the values in a number, a boolean, or a list, which may be nested. A list of only booleans
+--- becomes a tensor of type bool. If a list also contains numbers, true counts as 1. A tensor is copied.
 ---@param value number|boolean|table|ps.Tensor
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string options, or the dtype as a string
 ---@return ps.Tensor
@@ -292,26 +293,27 @@ function M.tensor(value, options)
   return t
 end
 
---- Returns a matrix of one number, of a type (its code), on the device of `like`.
+--- Returns a matrix whose elements all have the same value, on the device of `like`. `dtype` is the code of its type.
 function M.matrix(like, rows, columns, dtype, value)
   shape8[0], shape8[1] = rows, columns
   local t = new_tensor(2, dtype, like.device_)
   return alone(t, ops.fill_(t, value))
 end
 
---- Returns a vector with uninitialized contents, of a type (its code), on a device (its index).
+--- Returns a vector with uninitialized contents. `dtype` is the code of its type, and `device` is the index of its
+--- device.
 function M.vector(n, dtype, device)
   shape8[0] = n
   return new_tensor(1, dtype, device)
 end
 
---- Returns a 0-dimensional constant of a type (its code), on the device of `like`.
+--- Returns a constant without dimensions, on the device of `like`. `dtype` is the code of its type.
 function M.scalar(like, value, dtype)
   return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))
 end
 
---- Returns a 0-dimensional constant for an op with `like`. It has like's type, or fp32 if that is an integer type and
---- the value is a fraction or not finite.
+--- Returns a constant without dimensions, for an op with `like`. The constant has like's type. If that is an integer
+--- type and the value is a fraction or not finite, the constant is fp32.
 function M.scalar_like(like, value)
   local dtype = like.dtype_
   if not FLOAT[dtype] and value % 1 ~= 0 then dtype = C.PS_F32 end
@@ -333,7 +335,7 @@ function M.dim_index(t, d)
   return i
 end
 
---- Returns whether two tensors have one shape.
+--- Returns whether two tensors have the same shape.
 ---@param a ps.Tensor
 ---@param b ps.Tensor
 ---@return boolean
@@ -345,8 +347,8 @@ function M.same_shape(a, b)
   return true
 end
 
---- Raises an error for a write in place that would need a gradient. The write is not recorded, so the gradients would
--- belong to the old values.
+--- Raises an error for a write in place if it would need a gradient. Such a write is not recorded, so gradients would
+--- be computed from the old values.
 function M.check_gradients(t, value, call, instead)
   if not scope.grad_enabled() then return end
   local of = t:needs_grad() and "the tensor" or scope.is_tensor(value) and value:needs_grad() and "the value"
@@ -356,10 +358,10 @@ function M.check_gradients(t, value, call, instead)
   end
 end
 
---- Returns whether two tensors broadcast to one shape.
+--- Returns whether two tensors broadcast to a common shape.
 ---@param a ps.Tensor
 ---@param b ps.Tensor
----@param into? boolean whether this shape must be b's
+---@param into? boolean whether the common shape must be b's shape
 ---@return boolean
 function M.broadcasts(a, b, into)
   if into and a.ndim > b.ndim then return false end
@@ -370,12 +372,12 @@ function M.broadcasts(a, b, into)
   return true
 end
 
---- Raises an error unless two tensors broadcast to one shape.
+--- Raises an error unless two tensors broadcast to a common shape.
 ---@param a ps.Tensor
 ---@param b ps.Tensor
----@param call string the call, for the message
----@param names string[] names of a and b in the message
----@param into? boolean whether this shape must be b's
+---@param call string name of the call in the error
+---@param names string[] names of a and b in the error
+---@param into? boolean whether the common shape must be b's shape
 function M.check_broadcast(a, b, call, names, into)
   if M.broadcasts(a, b, into) then return end
   error(("%s: %s has shape [%s], which does not broadcast %s [%s], the shape of %s"):format(call, names[1],

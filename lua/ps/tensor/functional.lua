@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.functional (ps.F): stateless functions over tensors, with PyTorch's names. Random masks are computed from
--- counters: seed, optimizer step, index of the dropout in the forward, and global sample. Micro-batches and
--- recomputation thus have the same masks.
+-- ps.functional (ps.F): stateless functions of tensors, with PyTorch's names. A random mask is computed from counters:
+-- the seed, the optimizer step, the index of the dropout in the forward, and the global index of the sample. The masks
+-- are therefore the same for every division into micro-batches, and when a forward is recomputed.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"
@@ -20,9 +20,9 @@ local F = {}
 
 local LINEAR = { out_in = "boolean", residual = "tensor" }
 
---- Returns x times a weight, plus a bias, plus a residual, in one kernel call.
+--- Returns x times a weight, plus a bias, plus a residual. One kernel call computes everything.
 ---@param x ps.Tensor [..., I]
----@param w ps.Tensor [O, I] with out_in (the default), else [I, O]
+---@param w ps.Tensor [O, I] with out_in (the default), otherwise [I, O]
 ---@param b? ps.Tensor [O]
 ---@param options? {out_in?: boolean, residual?: ps.Tensor} residual [..., O]
 ---@return ps.Tensor [..., O]
@@ -37,12 +37,12 @@ function F.linear(x, w, b, options)
   return ops.linear(x, w, b, options.residual, options.out_in == false and 0 or 1)
 end
 
---- Returns linear(gelu(linear(x, w1, b1)), w2, b2) as one op, with gelu by the tanh approximation. On a GPU, the
---- products also compute the GELU, its gradient and the gradients of the biases.
+--- Returns linear(gelu(linear(x, w1, b1)), w2, b2), computed by one op. gelu is approximated with tanh. On a GPU, the
+--- matrix products also compute the GELU, its gradient and the gradients of the biases.
 ---@param x ps.Tensor [..., C]
----@param w1 ps.Tensor [H, C] with out_in (the default), else [C, H]
+---@param w1 ps.Tensor [H, C] with out_in (the default), otherwise [C, H]
 ---@param b1? ps.Tensor [H]
----@param w2 ps.Tensor [C, H] with out_in (the default), else [H, C]
+---@param w2 ps.Tensor [C, H] with out_in (the default), otherwise [H, C]
 ---@param b2? ps.Tensor [C]
 ---@param options? {out_in?: boolean, residual?: ps.Tensor} residual [..., C]
 ---@return ps.Tensor [..., C]
@@ -51,7 +51,7 @@ function F.mlp(x, w1, b1, w2, b2, options)
   return ops.mlp(x, w1, b1, w2, b2, options.residual, options.out_in == false and 0 or 1)
 end
 
--- Returns x with its last `dims` dimensions merged into one.
+-- Returns x with its last `dims` dimensions merged into one dimension.
 local function over_last(x, dims, call)
   local shape = x:shape()
   if dims > #shape then
@@ -65,13 +65,13 @@ local function over_last(x, dims, call)
   return x:reshape(rows)
 end
 
---- Returns (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba, Kiros and Hinton 2016), or over the
---- last `dims` dimensions together.
+--- Returns (x - mean) / sqrt(variance + eps) * w + b (Ba, Kiros and Hinton 2016). Mean and variance are taken over the
+--- last dimension, or over the last `dims` dimensions together.
 ---@param x ps.Tensor [..., C]
 ---@param w? ps.Tensor [C], or with `dims` dimensions
 ---@param b? ps.Tensor of w's shape
 ---@param eps? number default 1e-5
----@param dims? integer (default: as many as w has, or 1 without w)
+---@param dims? integer (default: the number of w's dimensions, or 1 without w)
 ---@return ps.Tensor [..., C]
 function F.layer_norm(x, w, b, eps, dims)
   local given = dims ~= nil
@@ -90,14 +90,15 @@ function F.layer_norm(x, w, b, eps, dims)
   local flat = over_last(x, dims, "F.layer_norm")
   return ops.layer_norm(flat, w and w:reshape(-1), b and b:reshape(-1), eps):reshape(x:shape())
 end
---- Returns x / sqrt(mean(x^2) + eps) * w over the last dimension (Zhang and Sennrich 2019).
+--- Returns x / sqrt(mean(x^2) + eps) * w. The mean is taken over the last dimension (Zhang and Sennrich 2019).
 ---@param x ps.Tensor [..., C]
 ---@param w? ps.Tensor [C]
 ---@param eps? number default 1e-6
 ---@return ps.Tensor [..., C]
 function F.rms_norm(x, w, eps) return ops.rms_norm(x, w, eps) end
 
---- Returns the index of this dropout in the forward, counted in the context, so that recomputation can restore it.
+--- Returns the index of this dropout in the forward. The counter is a field of the context, so that recomputation can
+--- restore it.
 local function next_op()
   local op = rng.op
   rng.op = op + 1
@@ -106,19 +107,20 @@ end
 
 local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 
---- Sets elements to 0 with probability p and multiplies all others by 1 / (1 - p). An element's mask depends on the
---- seed, the step, the index of the call and the element's position in the batch.
+--- Sets elements to 0 with probability p and multiplies all other elements by 1 / (1 - p). Whether an element is set to
+--- 0 depends on the seed, the step, the index of the call and the element's position in the batch.
 ---
---- Without `part`, x's first dimension is samples, numbered from ps.rng().sample on, so that ranks with different
---- samples have different masks. Each segment of a row with several segments is a sample. If ranks hold parts of one
---- sample, such as rows along tp, `part` says which elements x contains; otherwise all these ranks would draw the same
---- mask.
+--- Without `part`, the first dimension of x contains samples. They are numbered beginning with ps.rng().sample, so
+--- ranks with different samples have different masks. If a row has several segments, each segment is a sample. If ranks
+--- hold parts of one sample (rows along tp, for example), `part` says which elements x contains. Without it, all these
+--- ranks would draw the same mask.
 ---@param x ps.Tensor
 ---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean (default true); false returns x unchanged
----@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: row-major index of x's first element in
---- the micro-batch's whole tensor. rows, instead of first: int [R], the indices in the whole tensor of the rows of x
---- [R, ...]. per_sample: elements per sample in the whole tensor; with rows, a multiple of a row's elements
+---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} describes x as a part of the micro-batch's
+--- whole tensor. first: row-major index of x's first element in the whole tensor. rows: used instead of first for x [R,
+--- ...]; an int tensor [R] with the indices of x's rows in the whole tensor. per_sample: number of elements per sample
+--- in the whole tensor; with rows, a multiple of the number of elements in a row
 ---@return ps.Tensor of x's shape
 function F.dropout(x, p, training, part)
   if training == false or p == 0 then return x end
@@ -129,7 +131,7 @@ function F.dropout(x, p, training, part)
   return ops.dropout(x, part.rows, p, rng.seed, rng.step, rng.sample, next_op(), part.first or 0, part.per_sample)
 end
 
--- Drops whole channels of x [N, C, ...], whose number of dimensions must be `dims`.
+-- Drops whole channels of x [N, C, ...]. x must have `dims` dimensions.
 local function drop_channels(x, p, training, dims, call)
   if caller.tensor(x, call, "x") == nil then error(call .. ": x is missing") end
   if x:dim() ~= dims then
@@ -142,13 +144,13 @@ local function drop_channels(x, p, training, dims, call)
   return x * F.dropout(tensor.ones(shape, { dtype = x:dtype(), device = x:device() }), p)
 end
 
---- Sets whole channels to 0 with probability p and multiplies all others by 1 / (1 - p).
+--- Sets whole channels to 0 with probability p and multiplies all other channels by 1 / (1 - p).
 ---@param x ps.Tensor [N, C, L]
 ---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean (default true); false returns x unchanged
 ---@return ps.Tensor of x's shape
 function F.dropout1d(x, p, training) return drop_channels(x, p, training, 3, "F.dropout1d") end
---- Sets whole channels to 0 with probability p and multiplies all others by 1 / (1 - p).
+--- Sets whole channels to 0 with probability p and multiplies all other channels by 1 / (1 - p).
 ---@param x ps.Tensor [N, C, H, W]
 ---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean (default true); false returns x unchanged
@@ -157,7 +159,7 @@ function F.dropout2d(x, p, training) return drop_channels(x, p, training, 4, "F.
 
 local GELU = { none = 0, tanh = 1 }
 
---- Returns x times the normal distribution's cumulative probability at x, or its approximation by tanh.
+--- Returns x times the probability that a standard normal variable is at most x. "tanh" approximates this probability.
 ---@param x ps.Tensor
 ---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor of x's shape
@@ -177,7 +179,7 @@ local function check_gate(gate, up, call)
   end
 end
 
---- Returns silu(gate) * up, in one kernel (SwiGLU, Shazeer 2020).
+--- Returns silu(gate) * up, computed by one kernel (SwiGLU, Shazeer 2020).
 ---@param gate ps.Tensor
 ---@param up ps.Tensor of gate's shape and type
 ---@return ps.Tensor of gate's shape
@@ -186,7 +188,7 @@ function F.swiglu(gate, up)
   return ops.act_mul(gate, up, 0)
 end
 
---- Returns gelu(gate) * up, in one kernel (GeGLU, Shazeer 2020).
+--- Returns gelu(gate) * up, computed by one kernel (GeGLU, Shazeer 2020).
 ---@param gate ps.Tensor
 ---@param up ps.Tensor of gate's shape and type
 ---@param approximate? "none"|"tanh" (default "none")
@@ -197,7 +199,7 @@ function F.geglu(gate, up, approximate)
 end
 
 F.relu, F.silu, F.tanh, F.sigmoid = tensor.T.relu, ops.silu, ops.tanh, ops.sigmoid
---- Returns exp(x) divided by its sum along one dimension.
+--- Returns exp(x) divided by the sum of exp(x) along one dimension.
 ---@param x ps.Tensor
 ---@param dim? integer (default -1)
 ---@return ps.Tensor of x's shape
@@ -217,13 +219,14 @@ local function reduction_of(options, call)
 end
 
 --- Returns the cross entropy of logits against target classes. Rows whose target is ignore_index are left out. If no
---- target counts, the mean is 0 (PyTorch: NaN) and has no gradient, so that a batch without targets adds nothing.
---- Classes are the last dimension. PyTorch's are the second: write logits:movedim(1, -1).
+--- target counts, the mean is 0 and has no gradient, so that a batch without targets adds nothing. (In PyTorch it is
+--- NaN.) Classes are the last dimension. In PyTorch they are the second dimension; write logits:movedim(1, -1) for such
+--- logits.
 ---@param logits ps.Tensor [..., V]
----@param target ps.Tensor integers [...], or class probabilities, floats [..., V]
+---@param target ps.Tensor integers [...], or class probabilities, which are floats [..., V]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor, label_smoothing?:
---- number} ignore_index (default -100); reduction (default "mean"); weight [V], the weight of each class, by which the
---- mean is weighted; label_smoothing, the share of a target that is spread evenly over all classes (default 0)
+--- number} ignore_index (default -100); reduction (default "mean"); weight: [V], the weight of each class, with which
+--- the mean is also weighted; label_smoothing: share of a target that is spread evenly over all classes (default 0)
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
@@ -239,12 +242,12 @@ end
 local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
   label_smoothing = "number" }
 
---- Returns the cross entropy of the logits x times w transposed, plus bias. Logits are computed in panels of rows and
---- never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight and label_smoothing have
---- the meaning that they have in F.cross_entropy.
+--- Returns the cross entropy of the logits, which are x times w transposed, plus bias. The logits are computed in
+--- panels of rows. They are never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight
+--- and label_smoothing have the same meaning as in F.cross_entropy.
 ---@param x ps.Tensor [..., C]
 ---@param w ps.Tensor [V, C]
----@param target ps.Tensor integers [...], or class probabilities [..., V], which need the logits in memory
+---@param target ps.Tensor integers [...], or class probabilities [..., V], for which all logits are in memory
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", bias?: ps.Tensor, weight?: ps.Tensor,
 --- label_smoothing?: number} ignore_index (default -100); reduction (default "mean"); bias [V]
 ---@return ps.Tensor of 0 dimensions
@@ -266,7 +269,7 @@ end
 
 local EMBEDDING = { padding_idx = "whole" }
 
--- Returns the padding row, of which a negative one counts from the end.
+-- Returns the index of the padding row. A negative index counts from the end.
 local function padding_of(at, w, call)
   if at == nil or at >= 0 then return at end
   if at + w:size(0) < 0 then
@@ -289,7 +292,7 @@ end
 local BAG = { mode = "string", padding_idx = "whole", per_sample_weights = "tensor", include_last_offset = "boolean" }
 local MODES = { mean = true, sum = true, max = true }
 
--- Returns the bag of each index, and the number of bags.
+-- Returns the index of the bag to which each element of `index` belongs, and the number of bags.
 local function bags_of(index, offsets, last, call)
   if caller.tensor(offsets, call, "the offsets") == nil or offsets:dim() ~= 1 or index:dim() ~= 1 then
     error(("%s takes indices [B, L] without offsets, or indices [N] with offsets [B]"):format(call))
@@ -304,13 +307,15 @@ local function bags_of(index, offsets, last, call)
   return offsets:searchsorted(at, { right = true }) - 1, n
 end
 
---- Returns the mean, sum or maximum of the rows of an embedding matrix, for each bag of indices; 0 for an empty bag.
----@param index ps.Tensor integers [B, L], where each row is a bag, or [N] with offsets
+--- Returns the mean, sum or maximum of rows of an embedding matrix, for each bag of indices. The result of an empty bag
+--- is 0.
+---@param index ps.Tensor integers [B, L], where each row is a bag; or integers [N], with `offsets`
 ---@param w ps.Tensor [V, C]
 ---@param offsets? ps.Tensor integers [B], the index of each bag's first element
 ---@param options? {mode?: "mean"|"sum"|"max", padding_idx?: integer, per_sample_weights?: ps.Tensor,
---- include_last_offset?: boolean} mode (default "mean"); padding_idx: an index to ignore; per_sample_weights: factors
---- of index's shape, for mode "sum"; include_last_offset: the last offset is N and does not begin a bag
+--- include_last_offset?: boolean} mode (default "mean"); padding_idx: an index that is ignored; per_sample_weights:
+--- factors of index's shape, only for mode "sum"; include_last_offset: whether `offsets` ends with N, which begins no
+--- bag
 ---@return ps.Tensor [B, C]
 function F.embedding_bag(index, w, offsets, options)
   local call = "F.embedding_bag"
@@ -364,10 +369,10 @@ local function full_table(t)
   return (t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16) and ops.cast(t, C.PS_F32) or t
 end
 
---- Applies rotary position embedding (Su et al. 2021), which rotates each pair of columns d and d + R / 2 by an angle.
+--- Applies rotary position embedding (Su et al. 2021). It rotates each pair of columns d and d + R / 2 by an angle.
 ---@param x ps.Tensor [B, H, T, D]
----@param cos ps.Tensor fp32 or a half type (fp64 for fp64) [B or 1, T, R / 2], cosines of the angles; R is at most D,
----  and columns from R on are unchanged
+---@param cos ps.Tensor [B or 1, T, R / 2], the cosines of the angles, in fp32 or a half type, or in fp64 for an fp64 x.
+--- R is at most D. Columns R to D - 1 of x are not changed
 ---@param sin ps.Tensor sines of the angles, of cos's shape and type
 ---@return ps.Tensor [B, H, T, D]
 function F.rope(x, cos, sin)
@@ -377,8 +382,8 @@ function F.rope(x, cos, sin)
   return ops.rope(x, cos, sin, 0)
 end
 
--- Returns the index of the first head for the dropout mask: from the options, else from the module whose forward is
--- running, whose heads ranks may share.
+-- Returns the index of the first head for the dropout mask. It is in the options, or it is the first head of the module
+-- whose forward is running. Ranks may share the heads of this module.
 local function first_head(options, p, heads)
   if options.first_head or p == 0 then return options.first_head or 0 end
   return hooks.ask("first_head", heads) or 0
@@ -388,8 +393,8 @@ local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout 
 local ATTENTION = { mask = "tensor", key_mask = "tensor", causal = "boolean", scale = "number", dropout = "number",
   window = "whole", first_head = "whole" }
 
--- Returns the mask of keys or the mask of an op of attention. A mask [T, S], as PyTorch accepts, is an error: it could
--- also be [B, S].
+-- Returns the mask for an op of attention, or the mask of keys. Rejects a mask of shape [T, S], which PyTorch accepts,
+-- because it could also be [B, S].
 local function mask_of(given, call)
   local mask, keys = given.mask, given.key_mask
   if keys ~= nil then
@@ -408,22 +413,22 @@ local function mask_of(given, call)
   return mask
 end
 
---- Returns softmax(scale q k^T + mask) v. A query that sees no key returns 0. If keys have fewer heads than queries, G
---- must divide H. H / G adjacent heads of queries then share a head of keys (grouped-query attention, Ainslie et al.
---- 2023).
+--- Returns softmax(scale q k^T + mask) v. If a query sees no key, its result is 0. Keys may have fewer heads than
+--- queries. In that case G must divide H, and each group of H / G adjacent heads of queries shares one head of keys
+--- (grouped-query attention, Ainslie et al. 2023).
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
 ---@param options? {mask?: ps.Tensor, key_mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number,
---- dropout?: number, first_head?: integer} mask [B or 1, H or 1, T or 1, S] is bool, fp32 or of q's type. A bool mask
---- hides a key where it is false; floats are added to the scores, and values of -1e30 and less hide a key. A float mask
---- that requires a gradient gets it through F.attention_weights. key_mask is used instead of mask. A bool key_mask
---- [B, S] hides the keys where it is false. An int32 key_mask [B, T], for T = S, contains segments: adjacent positions
---- with the same number see only each other, and 0 is padding, which neither sees nor is seen. causal: query i sees
---- the keys up to i + S - T. window: query i sees only the last `window` keys up to that key. scale: default 1 /
---- sqrt(D). dropout: probability of dropping a weight (default 0). first_head: index of q's first head if ranks share
---- the heads, so that dropout masks equal those of one rank (default: the first head of the running module if
---- tensor_parallel divides its heads, else 0)
+--- dropout?: number, first_head?: integer} mask: [B or 1, H or 1, T or 1, S], bool, fp32 or of q's type. A bool mask
+--- hides a key where it is false. A float mask is added to the scores, and values of -1e30 or less hide a key. If a
+--- float mask requires a gradient, F.attention_weights computes it. key_mask: used instead of mask. A bool key_mask [B,
+--- S] hides keys where it is false. An int32 key_mask [B, T], for T = S, contains segments. Adjacent positions with the
+--- same number see only each other. Positions with the number 0 are padding, which sees nothing and is not seen.
+--- causal: query i sees the keys up to i + S - T. window: query i sees only the last `window` keys up to that key.
+--- scale (default 1 / sqrt(D)). dropout: probability that a weight is dropped (default 0). first_head: index of q's
+--- first head, if ranks share the heads. With it, dropout masks equal those of a run with one rank. The default is the
+--- first head of the running module if tensor_parallel divides its heads, and otherwise 0
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -438,8 +443,8 @@ function F.attention(q, k, v, options)
                        first_head(options, p, q:size(1)))
 end
 
--- Returns a mask of the pairs of positions in one segment, bool [B, 1, T, T]. A segment is a run of equal numbers; 0 is
--- padding.
+-- Returns a mask of the pairs of positions that are in the same segment, bool [B, 1, T, T]. A segment is a run of equal
+-- numbers. The number 0 is padding.
 local function pairs_of(segments)
   local B, T = segments:size(0), segments:size(1)
   local first = tensor.zeros({ B, 1 }, { device = segments:device() })
@@ -447,8 +452,8 @@ local function pairs_of(segments)
   return run:reshape(B, 1, T, 1):eq(run:reshape(B, 1, 1, T)):logical_and(segments:ne(0):reshape(B, 1, 1, T))
 end
 
--- Returns a mask of the keys that each query sees, bool [B or 1, H or 1, T, S], or nil if queries see all keys. Also
--- returns a bias for the scores, or nil.
+-- Returns a mask of the keys that each query sees, bool [B or 1, H or 1, T, S]. Returns nil instead if all queries see
+-- all keys. The second result is a bias that is added to the scores, or nil.
 local function seen_and_bias(mask, causal, window, T, S, device)
   local seen, bias
   if mask ~= nil then
@@ -472,8 +477,8 @@ local function seen_and_bias(mask, causal, window, T, S, device)
   return seen, bias
 end
 
---- Computes F.attention with separate ops, which keep all weights in memory. Returns the weights, and gives a float
---- mask a gradient.
+--- Computes F.attention with separate ops, which keep all weights in memory. Also returns the weights. A float mask can
+--- get a gradient.
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
@@ -510,7 +515,7 @@ function F.attention_weights(q, k, v, options)
   local weights
   if seen == nil then weights = ops.softmax(scores)
   else
-    -- A hidden key gets weight 0, also if a query sees no key.
+    -- A hidden key gets the weight 0, even if the query sees no key at all.
     weights = ops.softmax(scores:masked_fill(seen:logical_not(), -1e30)):masked_fill(seen:logical_not(), 0)
   end
   if p > 0 then weights = F.dropout(weights, p) end
@@ -518,11 +523,11 @@ function F.attention_weights(q, k, v, options)
   return weights:matmul(v), weights
 end
 
---- Computes self-attention over queries, keys and values that are adjacent in one tensor.
+--- Computes self-attention. The queries, keys and values are adjacent in one tensor.
 ---@param qkv ps.Tensor [B, T, 3 C]
----@param heads integer divides C; D = C / heads
----@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask
----  bool [B, T], or int32 [B, T] with segments; the other options as in F.attention
+---@param heads integer number of heads, which must divide C; D = C / heads
+---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask:
+--- bool [B, T], or int32 [B, T] with segments; the other options are those of F.attention
 ---@return ps.Tensor [B, T, C]
 function F.attention_packed(qkv, heads, options)
   options = caller.options(options, "F.attention_packed", PACKED)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t:register_hook: functions that see, and may replace, a tensor's gradient. A backward walk stops when the gradient is
--- complete (src/grad/hook.c).
+-- t:register_hook: functions that get a tensor's gradient and may replace it. A backward walk stops when the gradient
+-- is complete (src/grad/hook.c).
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local unscaled = require "ps.tensor.unscaled"
@@ -29,7 +29,7 @@ end
 ---@param fn function
 ---@return ps.HookHandle
 function hooks.add(list, fn)
-  local own_fn = function(...) return fn(...) end           -- the list may contain the same function twice
+  local own_fn = function(...) return fn(...) end           -- a new function, because the list may contain fn twice
   list[#list + 1] = own_fn
   return setmetatable({ list = list, fn = own_fn }, Handle)
 end
@@ -39,7 +39,7 @@ local function text(t) return ("%s, shape [%s], on %s"):format(t:dtype(), table.
 --- Raises an error if a value cannot replace a gradient.
 ---@param value any
 ---@param grad ps.Tensor
----@param whose string
+---@param whose string names the hook in the error
 local function check_like(value, grad, whose)
   if not scope.is_tensor(value) then
     error(("%s returned a %s; it must return nil, or a tensor like the gradient (%s)"):format(whose, type(value),
@@ -51,7 +51,7 @@ local function check_like(value, grad, whose)
 end
 hooks.check_like = check_like
 
---- Calls fn(...). Raises an error if fn changes a gradient in place, because other tensors may share it.
+--- Calls fn(...). Raises an error if fn changes a gradient in place, because other tensors may share the gradient.
 ---@param grads table<any, ps.Tensor>
 ---@param whose string
 ---@param fn function
@@ -71,7 +71,7 @@ function hooks.without_writing(grads, whose, fn, ...)
   return checked(unscaled.run(fn, ...))
 end
 
--- Runs the hooks of one output of the node at which the backward walk stopped.
+-- Runs the hooks of one output of the node at which the backward walk has stopped.
 local function run_list(list, place, factor)
   check(C.ps_stop_gradient(ctx, place, tensor_out))
   if tensor_out[0] == nil then return end
@@ -103,10 +103,11 @@ local function resume(entry, _, factor)
   check(C.ps_hooks_done(ctx))
 end
 
---- Calls fn(gradient) in each backward when the tensor's gradient is complete. fn returns nil, or a tensor of the same
---- shape, type and device that replaces the gradient. Hooks of a tensor run in the order of registration. In a model of
---- ps.initialize, fn gets the gradient of the micro-batch's own loss, before the sum over ranks. The first run of a
---- recomputed function has no gradients and registers nothing.
+--- In each backward, calls fn(gradient) when the tensor's gradient is complete. fn returns nil, or a tensor that
+--- replaces the gradient. The tensor must have the gradient's shape, type and device. The hooks of a tensor run in the
+--- order in which they were registered. In a model of ps.initialize, fn gets the gradient of the micro-batch's own
+--- loss, before gradients are summed over ranks. The first run of a recomputed function has no gradients and registers
+--- no hooks.
 ---@param t ps.Tensor that requires a gradient
 ---@param fn fun(gradient: ps.Tensor): ps.Tensor?
 ---@return ps.HookHandle handle handle:remove() removes the hook
@@ -126,7 +127,7 @@ function hooks.register(t, fn)
   return hooks.add(entry.lists[place], fn)
 end
 
---- Moves the hooks of a leaf to its replacement.
+--- Moves the hooks of a leaf to the tensor that replaces it.
 ---@param from ps.Tensor
 ---@param to ps.Tensor
 function hooks.move(from, to)

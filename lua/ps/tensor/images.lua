@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Functions over signals [N, C, L] and images [N, C, H, W], in PyTorch's terms, for ps.functional (F.conv2d). One
--- number for a pair means both height and width. The dimension of samples may be missing.
+-- Functions of signals [N, C, L] and images [N, C, H, W], with PyTorch's names and meanings. They are functions of
+-- ps.functional, such as F.conv2d. Where a pair of numbers is expected, one number is used for both height and width.
+-- The dimension of samples may be missing.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local ops, caller = native.ops, native.caller
@@ -10,7 +11,7 @@ local F = {}
 
 local PLACES = { "height", "width" }
 
--- Returns {H, W} from a number or a list of `n` numbers. A signal has H = other.
+-- Returns {H, W} for a number or for a list of `n` numbers. For a signal (n = 1), H is `other`.
 local function pair(value, n, what, least, other)
   if type(value) ~= "table" then
     caller.whole(value, what, least)
@@ -22,9 +23,9 @@ local function pair(value, n, what, least, other)
   return n == 1 and { other, value[1] } or { value[1], value[2] }
 end
 
--- Returns x as [N, C, ...] with n spatial dimensions, and whether its first dimension was missing.
 local function dimensions(n) return caller.counted(n, "dimension") end
 
+-- Returns x as [N, C, ...] with n spatial dimensions. Also returns whether its first dimension was missing.
 local function batched(x, n, call)
   if caller.tensor(x, call, "the input") == nil then error(call .. ": no input was given") end
   local dims = x:dim()
@@ -36,7 +37,7 @@ local function batched(x, n, call)
   return x, false
 end
 
--- Reshapes a signal to an image with H = 1. The returned function reshapes results back.
+-- Reshapes a signal to an image with H = 1. Also returns a function that reshapes a result back.
 local function image(x, n, call)
   local single
   x, single = batched(x, n, call)
@@ -50,7 +51,7 @@ end
 -- -- convolution ----------------------------------------------------------------------------------------------------
 local CONV = { stride = "whole|table", padding = "whole|table|string", dilation = "whole|table", groups = "whole" }
 
--- Returns {before H, before W, after H, after W}.
+-- Returns the padding as {before H, before W, after H, after W}.
 local function padding_of(value, n, w, stride, dilation, call)
   if type(value) ~= "string" then
     local p = pair(value or 0, n, call .. ": padding", 0, 0)
@@ -85,21 +86,21 @@ local function conv(x, w, b, options, n, call)
   return single and y:squeeze(0) or y
 end
 
---- Returns the cross-correlation of signals and kernels, plus a bias.
+--- Returns the cross-correlation of signals with kernels, plus a bias.
 ---@param x ps.Tensor [N, C, L] or [C, L]
 ---@param w ps.Tensor [O, C / groups, K]
 ---@param b? ps.Tensor [O]
----@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer} defaults:
----  1, 0, 1, 1
+---@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer} the
+--- defaults are 1, 0, 1 and 1
 ---@return ps.Tensor [N, O, length] or [O, length]
 function F.conv1d(x, w, b, options) return conv(x, w, b, options, 1, "F.conv1d") end
 
---- Returns the cross-correlation of images and kernels, plus a bias.
+--- Returns the cross-correlation of images with kernels, plus a bias.
 ---@param x ps.Tensor [N, C, H, W] or [C, H, W]
 ---@param w ps.Tensor [O, C / groups, KH, KW]
 ---@param b? ps.Tensor [O]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[]|"same"|"valid", dilation?:
----  integer|integer[], groups?: integer} defaults: 1, 0, 1, 1
+--- integer|integer[], groups?: integer} the defaults are 1, 0, 1 and 1
 ---@return ps.Tensor [N, O, height, width] or [O, height, width]
 function F.conv2d(x, w, b, options) return conv(x, w, b, options, 2, "F.conv2d") end
 
@@ -135,27 +136,30 @@ local function conv_transpose(x, w, b, options, n, call)
   return single and y:squeeze(0) or y
 end
 
---- Returns the transpose of F.conv1d with the same options (the gradient of its input), plus a bias.
+--- Returns a transposed convolution, plus a bias. It is the transpose of F.conv1d with the same options, which is the
+--- gradient of F.conv1d's input.
 ---@param x ps.Tensor [N, C, L] or [C, L]
 ---@param w ps.Tensor [C, O / groups, K]
 ---@param b? ps.Tensor [O]
 ---@param options? {stride?: integer, padding?: integer, output_padding?: integer, dilation?: integer, groups?: integer}
----  defaults: 1, 0, 0, 1, 1. output_padding: number of elements to add at the end, less than the stride
+--- the defaults are 1, 0, 0, 1 and 1. output_padding: number of elements to add at the end, less than the stride
 ---@return ps.Tensor [N, O, length] or [O, length]
 function F.conv_transpose1d(x, w, b, options) return conv_transpose(x, w, b, options, 1, "F.conv_transpose1d") end
 
---- Returns the transpose of F.conv2d with the same options (the gradient of its input), plus a bias.
+--- Returns a transposed convolution, plus a bias. It is the transpose of F.conv2d with the same options, which is the
+--- gradient of F.conv2d's input.
 ---@param x ps.Tensor [N, C, H, W] or [C, H, W]
 ---@param w ps.Tensor [C, O / groups, KH, KW]
 ---@param b? ps.Tensor [O]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], output_padding?: integer|integer[],
----  dilation?: integer|integer[], groups?: integer} defaults: 1, 0, 0, 1, 1. output_padding: number of elements to add
----  at the ends, less than the stride
+--- dilation?: integer|integer[], groups?: integer} the defaults are 1, 0, 0, 1 and 1. output_padding: number of
+--- elements to add at each end, less than the stride
 ---@return ps.Tensor [N, O, height, width] or [O, height, width]
 function F.conv_transpose2d(x, w, b, options) return conv_transpose(x, w, b, options, 2, "F.conv_transpose2d") end
 
 -- -- pooling --------------------------------------------------------------------------------------------------------
--- Returns the number of windows. ceil: the last window may extend beyond the padding at the end, but begins before it.
+-- Returns the number of windows. With `ceil`, the last window may extend beyond the padding at the end, but it must
+-- begin before this padding.
 local function windows(in_size, kernel, stride, dilation, padding, ceil, call, place)
   local span = dilation * (kernel - 1) + 1
   local room = in_size + 2 * padding - span
@@ -175,7 +179,8 @@ end
 local MAX_POOL = { stride = "whole|table", padding = "whole|table", dilation = "whole|table", ceil_mode = "boolean",
   return_indices = "boolean" }
 
--- Returns kernel, stride, dilation, padding and the size of the result. For a signal, the entry of H is 1.
+-- Returns the kernel's size, stride, dilation, padding, and the size of the result. For a signal, each size of
+-- dimension H is 1.
 local function pooling(x, kernel, options, n, call)
   local k = pair(kernel, n, call .. ": the kernel's size", 1, 1)
   local stride = pair(options.stride or kernel, n, call .. ": stride", 1, 1)
@@ -198,24 +203,26 @@ local function max_pool(x, kernel, options, n, call)
   return back(y)
 end
 
---- Returns the largest element of each window, or NaN if the window contains a NaN.
+--- Returns the largest element of each window. If the window contains a NaN, returns NaN.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, dilation?: integer, ceil_mode?: boolean, return_indices?:
----  boolean} stride (default: the kernel's size); padding, at most half of the kernel's size (default 0); dilation
----  (default 1); ceil_mode: the last window may be incomplete
+--- boolean} stride (default: the kernel's size); padding: at most half of the kernel's size (default 0); dilation
+--- (default 1); ceil_mode: whether the last window may be incomplete; return_indices: whether to return indices
 ---@return ps.Tensor [N, C, length] or [C, length]
----@return ps.Tensor? indices int64, the index in [L] of each largest element; only with return_indices
+---@return ps.Tensor? indices int64, the index in [L] of each window's largest element; only with return_indices
 function F.max_pool1d(x, kernel_size, options) return max_pool(x, kernel_size, options, 1, "F.max_pool1d") end
 
---- Returns the largest element of each window, or NaN if the window contains a NaN.
+--- Returns the largest element of each window. If the window contains a NaN, returns NaN.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], dilation?: integer|integer[], ceil_mode?:
----  boolean, return_indices?: boolean} stride (default: the kernel's size); padding, at most half of the kernel's size
----  (default 0); dilation (default 1); ceil_mode: the last window may be incomplete
+--- boolean, return_indices?: boolean} stride (default: the kernel's size); padding: at most half of the kernel's size
+--- (default 0); dilation (default 1); ceil_mode: whether the last window may be incomplete; return_indices: whether to
+--- return indices
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
----@return ps.Tensor? indices int64, the row-major index in [H, W] of each largest element; only with return_indices
+---@return ps.Tensor? indices int64, the row-major index in [H, W] of each window's largest element; only with
+--- return_indices
 function F.max_pool2d(x, kernel_size, options) return max_pool(x, kernel_size, options, 2, "F.max_pool2d") end
 
 local AVG_POOL = { stride = "whole|table", padding = "whole|table", ceil_mode = "boolean",
@@ -238,8 +245,9 @@ end
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, ceil_mode?: boolean, count_include_pad?: boolean} stride
----  (default: the kernel's size); padding, at most half of the kernel's size (default 0); ceil_mode: the last window
----  may be incomplete; count_include_pad = false: divides sums by the number of elements outside the padding
+--- (default: the kernel's size); padding: at most half of the kernel's size (default 0); ceil_mode: whether the last
+--- window may be incomplete; count_include_pad = false: sums are divided by the number of elements outside of the
+--- padding
 ---@return ps.Tensor [N, C, length] or [C, length]
 function F.avg_pool1d(x, kernel_size, options) return avg_pool(x, kernel_size, options, 1, "F.avg_pool1d") end
 
@@ -247,13 +255,13 @@ function F.avg_pool1d(x, kernel_size, options) return avg_pool(x, kernel_size, o
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], ceil_mode?: boolean, count_include_pad?:
----  boolean, divisor_override?: integer} stride (default: the kernel's size); padding, at most half of the kernel's
----  size (default 0); ceil_mode: the last window may be incomplete; count_include_pad = false: divides sums by the
----  number of elements outside the padding; divisor_override: divides sums by this number
+--- boolean, divisor_override?: integer} stride (default: the kernel's size); padding: at most half of the kernel's size
+--- (default 0); ceil_mode: whether the last window may be incomplete; count_include_pad = false: sums are divided by
+--- the number of elements outside of the padding; divisor_override: number by which sums are divided
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
 function F.avg_pool2d(x, kernel_size, options) return avg_pool(x, kernel_size, options, 2, "F.avg_pool2d") end
 
--- Returns the size of the result. nil, or false in a list, means the input's own size.
+-- Returns the size of the result. If `size` is nil, or false in a list, the result has the input's size.
 local function size_of(x, size, n, call)
   local list = type(size) == "table" and size or { size, n == 2 and size or nil }
   local out = { 1, 1 }
@@ -277,27 +285,31 @@ local function adaptive_max(x, size, n, call)
   return back((ops.max_pool(x, ONE, ONE, ONE, NONE, size_of(x, size, n, call), 1)))
 end
 
---- Returns the means of `size` windows of nearly equal length, which together cover all elements.
+--- Divides each signal into `size` windows of nearly equal length, which together cover all elements. Returns the mean
+--- of each window.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param size integer
 ---@return ps.Tensor [N, C, size] or [C, size]
 function F.adaptive_avg_pool1d(x, size) return adaptive_avg(x, size, 1, "F.adaptive_avg_pool1d") end
 
---- Returns the means of windows of nearly equal size, which together cover all elements.
+--- Divides each image into windows of nearly equal size, which together cover all elements. Returns the mean of each
+--- window.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
----@param size integer|integer[] height and width; false in a list means the input's size
+---@param size integer|integer[] height and width of the result; false in a list means the input's size
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
 function F.adaptive_avg_pool2d(x, size) return adaptive_avg(x, size, 2, "F.adaptive_avg_pool2d") end
 
---- Returns the largest elements of `size` windows of nearly equal length, which together cover all elements.
+--- Divides each signal into `size` windows of nearly equal length, which together cover all elements. Returns the
+--- largest element of each window.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param size integer
 ---@return ps.Tensor [N, C, size] or [C, size]
 function F.adaptive_max_pool1d(x, size) return adaptive_max(x, size, 1, "F.adaptive_max_pool1d") end
 
---- Returns the largest elements of windows of nearly equal size, which together cover all elements.
+--- Divides each image into windows of nearly equal size, which together cover all elements. Returns the largest element
+--- of each window.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
----@param size integer|integer[] height and width; false in a list means the input's size
+---@param size integer|integer[] height and width of the result; false in a list means the input's size
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
 function F.adaptive_max_pool2d(x, size) return adaptive_max(x, size, 2, "F.adaptive_max_pool2d") end
 
@@ -311,7 +323,7 @@ local function pad_constant(x, pad, value)
   return ops.pad(x, before, after, value)
 end
 
--- Returns a tensor of one or more dimensions as [A, B, H, W]. H is 1 if there is one spatial dimension.
+-- Returns a tensor of one or more dimensions in the shape [A, B, H, W]. H is 1 if there is one spatial dimension.
 local function as_image(x, n)
   local dims = x:dim()
   local H, W = n == 2 and x:size(-2) or 1, x:size(-1)
@@ -326,13 +338,13 @@ local function as_image(x, n)
   end
 end
 
---- Adds elements at the ends of the last dimensions.
----@param x ps.Tensor of any type with "constant", else floats
----@param pad integer[] numbers of elements before and after the last dimension, then before and after the second to
----  last one, and so on; negative numbers remove elements (only with "constant")
+--- Adds elements at both ends of the last dimensions.
+---@param x ps.Tensor of any type with "constant", and of a float type with the other modes
+---@param pad integer[] number of elements to add before and after the last dimension, then before and after the second
+--- to last dimension, and so on; a negative number removes elements (only with "constant")
 ---@param mode? "constant"|"reflect"|"replicate"|"circular" (default "constant"); the other modes pad one or two
----  dimensions
----@param value? number value of the elements added by "constant" (default 0)
+--- dimensions
+---@param value? number value of the elements that "constant" adds (default 0)
 ---@return ps.Tensor
 function F.pad(x, pad, mode, value)
   if caller.tensor(x, "F.pad", "the input") == nil then error("F.pad: no input was given") end
@@ -361,17 +373,18 @@ end
 
 local INTERPOLATE = { size = "whole|table", scale_factor = "number|table", mode = "string", align_corners = "boolean",
   recompute_scale_factor = "boolean" }
--- the kind of each mode, its flag, and the number of spatial dimensions that it supports (nil for both)
+-- For each mode: its kind, its flag, and the number of spatial dimensions that it supports (nil if it supports both 1
+-- and 2).
 local INTERPOLATIONS = { nearest = { KIND.nearest, 0 }, ["nearest-exact"] = { KIND.nearest, 1 },
   linear = { KIND.linear, 0, 1 }, bilinear = { KIND.linear, 0, 2 }, area = { KIND.adaptive, 0 } }
 
---- Returns a signal or image, resized.
+--- Returns a signal or an image with a new size.
 ---@param x ps.Tensor floats [N, C, L] or [N, C, H, W]
 ---@param options {size?: integer|integer[], scale_factor?: number|number[], mode?: string, align_corners?: boolean,
 --- recompute_scale_factor?: boolean} either size or scale_factor is required. mode: "nearest" (default),
---- "nearest-exact", "linear" (for signals), "bilinear" (for images) or "area". align_corners: in the two linear modes,
---- the elements at the corners keep their values (default false). recompute_scale_factor: distances are computed from
---- the sizes instead of scale_factor
+--- "nearest-exact", "linear" (for signals), "bilinear" (for images) or "area". align_corners: whether the elements at
+--- the corners keep their values in the two linear modes (default false). recompute_scale_factor: whether distances are
+--- computed from the sizes instead of scale_factor
 ---@return ps.Tensor [N, C, length] or [N, C, height, width]
 function F.interpolate(x, options)
   options = caller.options(options, "F.interpolate", INTERPOLATE)
@@ -415,7 +428,8 @@ function F.interpolate(x, options)
 end
 
 -- -- norms over channels --------------------------------------------------------------------------------------------
--- Returns whether the current forward must update the running statistics: not if backward recomputes a segment.
+-- Returns whether the current forward must update the running statistics. It must not if backward is recomputing a
+-- segment.
 local function counts()
   local at = scope.segment
   while at do
@@ -425,7 +439,8 @@ local function counts()
   return true
 end
 
--- Moves the running values [C] towards value * scale by a factor, a number or a tensor of 0 dimensions.
+-- Moves the running values [C] towards value * scale. `factor` is the share of the distance. It is a number or a tensor
+-- without dimensions.
 local function move(running, value, scale, factor)
   if type(factor) == "number" and type(scale) == "number" then
     ops.scale_(running, 1 - factor)
@@ -435,8 +450,8 @@ local function move(running, value, scale, factor)
   end
 end
 
--- Updates the running statistics [C] with the mean [C] and the variance [C] (divided by the count) of `count` elements
--- per channel. momentum: the weight of the new values.
+-- Updates the running statistics [C] with the mean [C] and the variance [C] of the elements of each channel. `count` is
+-- the number of elements per channel, and the variance was divided by it. `momentum` is the weight of the new values.
 local function move_statistics(mean, var, count, running_mean, running_var, momentum)
   scope.no_grad(function()
     move(running_mean, mean, 1, momentum)
@@ -444,7 +459,7 @@ local function move_statistics(mean, var, count, running_mean, running_var, mome
   end)
 end
 
--- Returns the normalised x [N, C, ...], and its mean, variance and count.
+-- Normalises x [N, C, ...]. Returns the result, and the mean, variance and count.
 local function batch_statistics(x, weight, bias, eps)
   if x:dim() < 2 then
     error(("F.batch_norm takes [N, C, ...], not a tensor of %s"):format(dimensions(x:dim())))
@@ -458,8 +473,8 @@ local function batch_statistics(x, weight, bias, eps)
   return y:to(x:dtype()), mean, var, count                -- autocast computed y in fp32
 end
 
---- Moves channels to positions: each group of r^2 channels becomes one channel of r times the height and width (Shi et
---- al. 2016).
+--- Moves channels to positions: each group of r^2 channels becomes one channel with r times the height and r times the
+--- width (Shi et al. 2016).
 ---@param x ps.Tensor [N, C r^2, H, W]
 ---@param r integer
 ---@return ps.Tensor [N, C, H r, W r]
@@ -479,17 +494,17 @@ end
 
 local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "number" }
 
---- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015), multiplies by weight and adds
---- bias.
+--- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). Multiplies the result by weight
+--- and adds bias.
 ---@param x ps.Tensor floats [N, C, ...]
 ---@param running_mean? ps.Tensor [C]
 ---@param running_var? ps.Tensor [C]
 ---@param weight? ps.Tensor [C]
 ---@param bias? ps.Tensor [C]
 ---@param options? {training?: boolean, momentum?: number|ps.Tensor, eps?: number} training (default false): if true,
----  normalises by the batch's mean and variance, and moves the running statistics, if any, towards these by momentum
----  (default 0.1), once per forward even if backward recomputes it. If false, normalises by the running statistics.
----  eps: default 1e-5
+--- normalises with the mean and variance of the batch. If there are running statistics, also moves them towards the
+--- batch's statistics by momentum (default 0.1). It does so once per forward, even if backward recomputes the forward.
+--- If training is false, normalises with the running statistics. eps (default 1e-5)
 ---@return ps.Tensor of x's shape
 function F.batch_norm(x, running_mean, running_var, weight, bias, options)
   options = caller.options(options, "F.batch_norm", BATCH_NORM)
@@ -510,10 +525,10 @@ function F.batch_norm(x, running_mean, running_var, weight, bias, options)
   return y
 end
 
---- Normalises groups of channels of each sample over all positions (Wu and He 2018), multiplies by weight and adds
---- bias.
+--- Normalises groups of channels of each sample over all positions (Wu and He 2018). Multiplies the result by weight
+--- and adds bias.
 ---@param x ps.Tensor floats [N, C, ...]
----@param num_groups integer divides C
+---@param num_groups integer number of groups, which must divide C
 ---@param weight? ps.Tensor [C]
 ---@param bias? ps.Tensor [C]
 ---@param eps? number default 1e-5
