@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autograd.Function: functions whose forward and backward the script defines.
+-- ps.autograd.Function: functions for which a script defines both forward and backward.
 --
 --   local Exp = ps.autograd.Function "Exp"
 --   function Exp.forward(ctx, x)
@@ -13,8 +13,8 @@
 --   end
 --   local y = Exp.apply(x)                       -- or Exp(x)
 --
--- forward runs without recording. A backward walk stops at the call's node in C (src/grad/call.c), and backward runs
--- here. Saved tensors belong to the node, so that their bytes are freed once the walk has passed it.
+-- Ops in forward are not recorded. A backward walk stops at the node of the call in C (src/grad/call.c), and this file
+-- runs the call's backward. Saved tensors belong to the node, so their data is freed once the walk has passed the node.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local scope = require "ps.core.scope"
@@ -36,16 +36,16 @@ local function pack(...) return { n = select("#", ...), ... } end
 
 -- -- the context ------------------------------------------------------------------------------------------------------
 ---@class ps.autograd.Context the values that forward passes to backward; any other field belongs to the script
----@field needs_input_grad boolean[] whether an argument of forward needs a gradient, by argument
+---@field needs_input_grad boolean[] for each argument of forward, whether it needs a gradient
 ---@field private _saved any[]? the tensors that forward saved, with their number in `n`
 ---@field private _n_saved integer
 ---@field private _open boolean whether backward is running
----@field private _plain table<integer, true> outputs without a gradient, by address
+---@field private _plain table<integer, true> the outputs without a gradient, by address
 ---@field private _materialize boolean
 local Context = {}
 
---- Keeps tensors for backward. May be called once, in forward. If the tensors are changed in place before backward,
---- backward raises an error.
+--- Keeps tensors for backward. Must be called in forward, at most once. If a tensor is changed in place before
+--- backward, backward raises an error.
 ---@param ... ps.Tensor|nil
 function Context:save_for_backward(...)
   if not rawget(self, "_forward") then error "ctx:save_for_backward: call it in forward" end
@@ -78,7 +78,7 @@ end
 
 local function address(t) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", t))) end
 
---- Marks outputs that get no gradient; backward gets zeros for them. Must be called in forward.
+--- Marks outputs that get no gradient. For these outputs, backward gets zeros. Must be called in forward.
 ---@param ... ps.Tensor
 function Context:mark_non_differentiable(...)
   if not rawget(self, "_forward") then error "ctx:mark_non_differentiable: call it in forward" end
@@ -91,20 +91,20 @@ function Context:mark_non_differentiable(...)
   end
 end
 
---- Sets whether backward gets zeros (the default) or nil for outputs that received no gradient.
+--- Sets what backward gets for an output that received no gradient: zeros (true, the default) or nil (false).
 ---@param on boolean
 function Context:set_materialize_grads(on)
   rawset(self, "_materialize", caller.typed(on, "boolean", "ctx:set_materialize_grads: its argument"))
 end
 
---- Raises an error: a forward must not change its inputs in place.
+--- Raises an error, because a forward must not change its inputs in place.
 function Context.mark_dirty()
   error "ctx:mark_dirty: forward cannot change an input in place here; compute a new tensor"
 end
 
 local context_mt = {
   __index = Context,
-  -- Tensors in fields outlive scopes and live as long as the field.
+  -- A tensor in a field outlives scopes. It lives as long as the field.
   __newindex = function(self, key, value)
     if Context[key] then error(("ctx.%s is a method; use another name"):format(tostring(key))) end
     if is_tensor(value) then value:keep() end
@@ -120,7 +120,7 @@ local function context(args, records)
 end
 
 -- -- backward ---------------------------------------------------------------------------------------------------------
--- Returns the gradients of the outputs as the script gets them.
+-- Returns the gradients of the outputs in the form in which the script gets them.
 local function gradients_in(call, factor)
   local list = {}
   for i, out in ipairs(call.outs) do
@@ -135,7 +135,7 @@ local function gradients_in(call, factor)
   return list
 end
 
--- Checks the results of backward, and returns them in arrays for C.
+-- Checks the results of backward. Returns them in arrays for C.
 local function gradients_out(call, given, factor)
   local n, name = call.n, call.class.name
   for i = n + 1, given.n do
@@ -177,7 +177,7 @@ local function run_backward(call, id, factor)
   scope.passed(id)
 end
 
--- Runs the backward of a call, with forward's random numbers, whatever the order of backwards.
+-- Runs the backward of a call. It draws the same random numbers as forward did, in whatever order backwards run.
 local function resume(call, id, factor)
   local rng, was = C.ps_rng_get(ctx), {}
   for _, key in ipairs(RANDOM) do was[key], rng[key] = rng[key], call.rng[key] end
@@ -191,7 +191,7 @@ local function resume(call, id, factor)
 end
 
 -- -- forward ----------------------------------------------------------------------------------------------------------
--- Replaces each output that is an input, or already has a history, by a new header.
+-- Replaces each output that is also an input, or that already has a history, by a new header.
 local function fresh(results, args)
   local seen = {}
   for i = 1, args.n do if is_tensor(args[i]) then seen[address(args[i])] = true end end
@@ -221,12 +221,12 @@ local function run_forward(class, context_, args)
   return results
 end
 
--- Creates the node of a call, by which the outputs depend on the inputs.
+-- Creates the node of a call. With this node, the outputs depend on the inputs.
 local function record(class, context_, args, results, rng)
   local plain = {}
   for i = 1, results.n do plain[i] = context_._plain[address(results[i])] or not results[i]:is_float() end
   local saved_list = rawget(context_, "_saved") or { n = 0 }
-  -- a saved output must be the tensor that the caller gets
+  -- A saved output must be the same tensor that the caller gets.
   local before = pack(unpack(results, 1, results.n))
   fresh(results, args)
   local call = { resume = resume, class = class, ctx = context_, n = args.n, ins = {}, outs = {}, rng = rng,
@@ -306,7 +306,7 @@ local KINDS = { name = "string", forward = "function", backward = "function" }
 ---@field apply fun(...): ps.Tensor ... runs forward, and records the call for backward
 
 --- Defines a function by its forward and backward. `forward(ctx, ...)` and `backward(ctx, ...)` are fields of the
---- result, called without self. `Name.apply(...)` and `Name(...)` call the function.
+--- result and are called without self. `Name.apply(...)` and `Name(...)` call the function.
 ---@param name string|{name: string, forward: function, backward: function} the name for errors, or a table with the
 --- name and both functions
 ---@return ps.autograd.Function

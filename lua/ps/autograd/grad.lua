@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autograd.grad: gradients of chosen tensors.
+-- ps.autograd.grad: computes the gradients of chosen tensors.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
@@ -7,7 +7,7 @@ local is_tensor, error = scope.is_tensor, caller.error
 
 local grads = {}
 
--- Returns a tensor, or a list of tensors, as a list.
+-- Returns a list of tensors. `value` is one tensor or a list of tensors.
 local function list_of(value, call, what)
   if is_tensor(value) then return { value } end
   caller.typed(value, "table", ("%s: the %s"):format(call, what))
@@ -16,7 +16,7 @@ local function list_of(value, call, what)
   return value
 end
 
--- Returns the gradients of the outputs, by index.
+-- Returns the gradients of the outputs that the script passed, by the index of the output.
 local function seeds_of(value, outputs, call)
   if value == nil then return {} end
   local list = is_tensor(value) and { value } or caller.typed(value, "table", call .. ": grad_outputs")
@@ -31,13 +31,13 @@ end
 
 local KINDS = { grad_outputs = "any", retain_graph = "boolean", create_graph = "boolean", allow_unused = "boolean" }
 
---- Returns the gradients of the outputs with respect to the inputs, as several results. The parameters' own gradients
---- do not change. The graph is freed, as in backward, unless retain_graph = true.
----@param outputs ps.Tensor|ps.Tensor[] outputs, which must have one element each unless grad_outputs contains their
---- gradients
----@param inputs ps.Tensor|ps.Tensor[] leaves, or tensors computed on the way to the outputs
+--- Returns the gradients of the outputs with respect to the inputs, as several results. The gradients of the parameters
+--- themselves do not change. As in backward, the graph is freed unless retain_graph = true.
+---@param outputs ps.Tensor|ps.Tensor[] the outputs; an output must have one element unless grad_outputs contains its
+--- gradient
+---@param inputs ps.Tensor|ps.Tensor[] leaves, or tensors from which the outputs were computed
 ---@param options? {grad_outputs?: ps.Tensor|table<integer, ps.Tensor>, retain_graph?: boolean, allow_unused?: boolean}
---- allow_unused: the gradient of an input on which no output depends is nil instead of an error
+--- allow_unused: if no output depends on an input, the input's gradient is nil instead of an error
 ---@return ps.Tensor ... a gradient for each input
 function grads.grad(outputs, inputs, options)
   local call = "ps.autograd.grad"

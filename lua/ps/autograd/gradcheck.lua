@@ -14,7 +14,7 @@ local KINDS = { eps = "number", atol = "number", rtol = "number", raise_exceptio
 
 local function pack(...) return { n = select("#", ...), ... } end
 
--- Returns the float outputs of fn, as a list.
+-- Calls fn, and returns a list of its float outputs.
 local function outputs_of(fn, inputs)
   local list = {}
   local results = pack(fn(unpack(inputs, 1, #inputs)))
@@ -26,14 +26,15 @@ local function outputs_of(fn, inputs)
   return list
 end
 
--- Returns the sum of the outputs times weights.
+-- Multiplies each output by its weights, and returns the sum of all products.
 local function weighed(outputs, weights)
   local sum = 0
   for i, out in ipairs(outputs) do sum = sum + (out:detach() * weights[i]):sum():item() end
   return sum
 end
 
--- Returns (f(x + eps e) - f(x - eps e)) / 2 eps for each element of an input.
+-- Returns (f(x + eps e) - f(x - eps e)) / (2 eps) for each element of an input. f is the weighted sum of fn's outputs,
+-- and e changes only this element.
 local function differences(fn, inputs, which, weights, eps)
   local x, list = inputs[which], {}
   local flat = x:detach():clone():reshape(-1)
@@ -51,14 +52,14 @@ local function differences(fn, inputs, which, weights, eps)
   return list
 end
 
---- Returns whether the gradients of fn agree with finite differences, for each input that requires a gradient. It
---- checks the sum of all outputs times random weights, and calls fn twice per element of an input, so use small fp64
---- tensors.
+--- Returns whether the gradients of fn agree with finite differences. This is checked for each input that requires a
+--- gradient. The checked function is the sum of all outputs times random weights. fn is called twice for each element
+--- of an input, so use small tensors, in fp64.
 ---@param fn fun(...): ps.Tensor ...
 ---@param inputs ps.Tensor|ps.Tensor[] arguments of fn
----@param options? {eps?: number, atol?: number, rtol?: number, raise_exception?: boolean} eps: half the distance of the
---- two points (default 1e-6). An element agrees if it differs by at most atol (default 1e-5) + rtol (default 1e-3)
---- times the difference quotient. raise_exception: whether a disagreement raises an error (default true)
+---@param options? {eps?: number, atol?: number, rtol?: number, raise_exception?: boolean} eps: half of the distance
+--- between the two points (default 1e-6). An element agrees if its difference is at most atol (default 1e-5) + rtol
+--- (default 1e-3) times the difference quotient. raise_exception: whether a disagreement raises an error (default true)
 ---@return boolean
 function checks.gradcheck(fn, inputs, options)
   local call = "ps.autograd.gradcheck"
@@ -96,7 +97,7 @@ function checks.gradcheck(fn, inputs, options)
     local got = found[k] ~= nil and found[k]:reshape(-1):tolist() or nil
     for e = 1, #want do
       local value = got and got[e] or 0
-      -- false for NaN, which never agrees
+      -- False for NaN. NaN never agrees.
       local agrees = math.abs(value - want[e]) <= atol + rtol * math.abs(want[e])
       if not agrees then
         if options.raise_exception == false then return false end

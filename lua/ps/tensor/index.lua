@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t[key], t[key] = value and t:index_put(key, value) by PyTorch's rules. A key has numbers, ranges, new axes, index
--- tensors and masks. Numbers, ranges and new axes select a view. Index tensors and masks copy from this view or write
--- into it. Several index tensors are broadcast together, and each position selects one element. The broadcast
--- dimensions replace the indexed ones if these are adjacent, else they come first.
+-- t[key], t[key] = value and t:index_put(key, value), with PyTorch's rules. A key has numbers, ranges, new axes, index
+-- tensors and masks. Numbers, ranges and new axes select a view. Index tensors and masks then copy from this view or
+-- write into it. Several index tensors are broadcast to a common shape, and each position of this shape selects one
+-- element. The dimensions of this shape replace the indexed dimensions if those are adjacent. Otherwise they are the
+-- first dimensions of the result.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local C, ops, caller = native.C, native.ops, native.caller
@@ -12,7 +13,7 @@ local is_tensor = scope.is_tensor
 
 local M = {}
 
---- part of a key that inserts a new dimension of size 1 (ps.newaxis)
+--- A part of a key that inserts a new dimension of size 1 (ps.newaxis).
 M.newaxis = setmetatable({}, { __tostring = function() return "ps.newaxis" end })
 
 local INTEGER = { [C.PS_I32] = true, [C.PS_I64] = true }
@@ -22,7 +23,8 @@ local function mask_misfit(k, d, t)
     table.concat(k:shape(), ", "), d, table.concat(t:shape(), ", ")))
 end
 
--- Adds the index tensors of `k` for the dimensions from d on. Returns how many dimensions `k` covers.
+-- Appends the index tensors of `k` to `picks`. The first of them is for dimension d. Returns the number of dimensions
+-- that `k` covers.
 local function add(picks, t, d, k, place)
   if k.dtype_ ~= C.PS_BOOL then
     if k.dtype_ == C.PS_U8 then
@@ -66,9 +68,9 @@ local function joined(...)
 end
 
 -- Describes the elements of t that index tensors select. `picks` is a list of { d =, index = }, sorted by d.
---   index: an index for each selected element in the picked dimensions, which are numbered together in row-major order
---   together: whether the picked dimensions are adjacent, in which case t is [outer, rows, inner]
---   axes: the picked dimensions, then the other dimensions; t permuted by these axes is [rows, inner]
+--   index: for each selected element, its row-major index in the picked dimensions
+--   together: whether the picked dimensions are adjacent. In that case t is treated as [outer, rows, inner]
+--   axes: the picked dimensions, then the other dimensions. t permuted by these axes is treated as [rows, inner]
 --   shape: the shape of t[key]
 local function named(t, picks)
   local sizes, dims, picked, shape, indices = {}, {}, {}, t:shape(), {}
@@ -91,14 +93,15 @@ local function named(t, picks)
   return p
 end
 
--- Returns x as [outer, rows, inner] or [rows, inner], the flat index, and the dimension that it indexes (1 or 0).
+-- Returns x as [outer, rows, inner] or [rows, inner]. Also returns the flat index, and the dimension that it indexes (1
+-- or 0).
 local function parts_of(p, x)
   local flat = p.index:reshape(-1)
   if p.outer == 1 then return x:reshape(p.rows, p.inner), flat, 0 end
   return x:reshape(p.outer, p.rows, p.inner), flat:reshape(1, -1):expand(p.outer, flat:size(0)), 1
 end
 
--- Copies the elements that index tensors select.
+-- Returns a copy of the elements that index tensors select.
 local function pick_all(t, picks)
   local p = named(t, picks)
   local x, index, d = parts_of(p, p.together and t or t:permute(p.axes))
@@ -119,8 +122,9 @@ local function check_count(t, key)
   end
 end
 
--- Returns the view that numbers, ranges and new axes select, and the index tensors to apply to it. An integer tensor
--- without dimensions counts as a number. writes: the host reads it, so that the result is a view.
+-- Returns the view that numbers, ranges and new axes select, and the index tensors to apply to this view. An integer
+-- tensor without dimensions counts as a number. With `writes`, the host reads this number, so that the result is a view
+-- and not a copy.
 local function of_list(t, key, writes)
   local d, picks = 0, {}
   check_count(t, key)
@@ -159,7 +163,7 @@ local COLUMN, ALL = { -1, 1 }, { -1 }
 
 local function is_index(k) return is_tensor(k) and k.ndim > 0 and INTEGER[k.dtype_] end
 
--- Returns the row-major numbers of the rows that an index tensor selects.
+-- Returns the row-major indices of the rows that an index tensor selects.
 local function row_numbers(t, index)
   row_size[1], row_key[1] = tonumber(t.shape_[0]), index
   local numbers = ops.flat_index(row_key, row_size, FIRST)
@@ -167,7 +171,8 @@ local function row_numbers(t, index)
   return numbers
 end
 
--- The row-major numbers of the elements of a matrix at rows i and columns j. Sets pair_size to the matrix's shape.
+-- Returns the row-major indices of the elements of a matrix in rows i and columns j. Sets pair_size to the matrix's
+-- shape.
 local function pair_numbers(t, i, j)
   pair_size[1], pair_size[2] = tonumber(t.shape_[0]), tonumber(t.shape_[1])
   pair_key[1], pair_key[2] = i, j
@@ -178,22 +183,22 @@ end
 
 local function is_vector_of(k, like) return is_index(k) and k.ndim == 1 and k.shape_[0] == like.shape_[0] end
 
--- t[{ i, j }] of a matrix: faster than pick_all, with the same result.
+-- Returns t[{ i, j }] for a matrix. Is faster than pick_all and returns the same result.
 local function pick_pairs(t, i, j)
   local index = pair_numbers(t, i, j)
   local shape = index:shape()
   return ops.reshape(ops.embedding(ops.reshape(t:contiguous(), 2, COLUMN), index), #shape, shape)
 end
 
---- Returns the elements that a key selects: t[i], t[{i, {start, stop, step}, {}}], t[index tensor], t[{index tensor,
---- index tensor}] or t[bool tensor].
+--- Returns the elements that a key selects. The forms are t[i], t[{i, {start, stop, step}, {}}], t[index tensor],
+--- t[{index tensor, index tensor}] and t[bool tensor].
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@return ps.Tensor
 function M.get(t, key)
   if type(key) == "number" then return t:select(0, key) end
   if is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim == t.ndim then return t:masked_select(key) end
-  -- shorter paths to the same results
+  -- Faster ways for common keys. The results are the same.
   if t.ndim == 2 and is_index(key) then return ops.embedding(t, row_numbers(t, key)) end
   if t.ndim == 2 and type(key) == "table" and #key == 2 and is_index(key[1]) and is_index(key[2]) then
     return pick_pairs(t, key[1], key[2])
@@ -203,8 +208,8 @@ function M.get(t, key)
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
--- Performs t[mask] = value. A number, or a tensor of one element, is written where the mask is true. Otherwise slice n
--- of `value` is written to the n-th of these elements.
+-- Performs t[mask] = value. A number, or a tensor of one element, is written to each place where the mask is true.
+-- Another tensor has one slice for each of these places, in order.
 local function masked(t, mask, value)
   local whole = mask
   if mask.ndim > 0 and mask.ndim <= t.ndim then
@@ -230,7 +235,7 @@ local function masked(t, mask, value)
   return ops.where(whole, value, t)
 end
 
--- Returns `value` as a tensor of t's type, broadcast to a shape.
+-- Converts `value` to a tensor of t's type, and broadcasts it to a shape.
 local function spread(t, value, shape, call)
   if type(value) == "number" then
     return create.full(shape, value, { dtype = t:dtype(), device = t:device() })
@@ -250,7 +255,7 @@ local function spread(t, value, shape, call)
   return value:expand(shape)
 end
 
--- Writes a value into the elements of a view that index tensors select.
+-- Writes a value to the elements of a view that index tensors select.
 local function put_all(t, picks, value, call)
   local p = named(t, picks)
   local src = spread(t, value, p.shape, call)
@@ -264,7 +269,7 @@ local function put_all(t, picks, value, call)
   else ops.copy_(v, ops.scatter(x, index, src, d):reshape(v:shape())) end
 end
 
---- Performs t[key] = value, in place. Raises an error if t or the value requires a gradient.
+--- Performs t[key] = value in place. Raises an error if t or the value requires a gradient.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
@@ -275,7 +280,7 @@ function M.set(t, key, value)
     ops.copy_(t, masked(t, key, value))
     return
   end
-  -- rows: faster, with the same result
+  -- Writing whole rows of a matrix is faster this way. The result is the same.
   if is_index(key) and key.ndim == 1 and t.ndim == 2 and is_tensor(value) and value.ndim == 2 and
     value.dtype_ == t.dtype_ and value.shape_[0] == key.shape_[0] and value.shape_[1] == t.shape_[1] and
     t:is_contiguous() and value.device_ == t.device_ then
@@ -289,12 +294,12 @@ function M.set(t, key, value)
   else view:copy_(spread(view, value, view:shape(), call)) end
 end
 
---- Returns a copy of t with a value at the elements that t[key] reads. Gradients reach both t and the value. If index
---- tensors select an element several times, the last value in row-major order counts.
+--- Returns a copy of t in which a value replaces the elements that t[key] reads. Gradients reach both t and the value.
+--- If index tensors select an element several times, the last value in row-major order is used.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
----@param accumulate? boolean (default false); if true, all values are added to the elements
+---@param accumulate? boolean (default false); with true, all values are added to the elements
 ---@return ps.Tensor of t's shape
 function M.put(t, key, value, accumulate)
   local call = "index_put"

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.Tensor: methods and operators over the ops. A tensor is the C engine's header (cdata ps_tensor *), without a Lua
--- object around it. As in PyTorch, dimensions and indices count from 0, -1 is the last, and ranges are half-open.
+-- ps.Tensor: methods and operators that call ops. A tensor is the header that the C engine creates (cdata ps_tensor *).
+-- It has no Lua object around it. As in PyTorch, dimensions and indices count from 0, -1 is the last dimension or
+-- index, and ranges exclude their end.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -17,13 +18,14 @@ local foreign = require "ps.core.foreign"
 
 ---@class ps.Tensor
 local T = {}
-local M = { T = T }                -- T is public for files that add methods
+local M = { T = T }                -- T is public so that other files can add methods
 
--- loads the files with further methods, which `require "ps"` does not load, to save time
+-- Loads the files with further methods. `require "ps"` does not load them, to save time.
 local load_more = function() end
 
---- Registers further methods. They are loaded when a script first uses a method that this file does not define.
----@param load fun() requires the files that add these methods to T
+--- Registers files with further methods. They are loaded when a script first uses a method that this file does not
+--- define.
+---@param load fun() requires the files, which add their methods to T
 function M.later(load)
   load_more = function()
     load_more = function() end
@@ -62,7 +64,7 @@ local dim_index = create.dim_index
 ---@return integer[]
 function T:shape()
   local n, s = self.ndim, self.shape_
-  if n == 1 then return { tonumber(s[0]) } end  -- no loop: LuaJIT compiles no path with a loop of so few turns
+  if n == 1 then return { tonumber(s[0]) } end  -- no loop: LuaJIT compiles no path with a loop of few iterations
   if n == 2 then return { tonumber(s[0]), tonumber(s[1]) } end
   if n == 3 then return { tonumber(s[0]), tonumber(s[1]), tonumber(s[2]) } end
   if n == 4 then return { tonumber(s[0]), tonumber(s[1]), tonumber(s[2]), tonumber(s[3]) } end
@@ -88,7 +90,7 @@ function T:numel()
   local n = tonumber(self.numel_)
   return n
 end
---- Returns the size of the elements in bytes.
+--- Returns the total size of the elements in bytes.
 ---@return integer
 function T:nbytes() return tonumber(C.ps_tensor_nbytes(self)) end
 --- Returns the name of the type, such as "fp32".
@@ -100,13 +102,13 @@ function T:device() return native.device_name[self.device_] end
 --- Returns whether the type is a floating-point type.
 ---@return boolean
 function T:is_float() return FLOAT[self.dtype_] == true end
---- Returns whether the elements are contiguous in memory, in row-major order.
+--- Returns whether the elements are contiguous in memory and in row-major order.
 ---@return boolean
 function T:is_contiguous() return C.ps_tensor_is_contiguous(self) ~= 0 end
---- Returns whether the bytes still exist. Returns false after a scope has freed them.
+--- Returns whether the data still exists. Returns false after a scope has freed it.
 ---@return boolean
 function T:alive() return C.ps_tensor_alive(self) ~= 0 end
---- Returns the stride of dimension d, or all strides, in elements.
+--- Returns the stride of dimension d in elements. Without d, returns all strides.
 ---@param d? integer
 ---@return integer|integer[]
 function T:stride(d)
@@ -117,8 +119,8 @@ function T:stride(d)
 end
 
 -- -- values ---------------------------------------------------------------------------------------------------------
--- Reads the first n elements as doubles. A tensor that is not on the host is read through a copy that the tape does not
--- record.
+-- Reads the first n elements as doubles. If a tensor is not on the host, it is copied to the host first, and the tape
+-- does not record this copy.
 local function read(t, n, buffer)
   if native.follower then native.follower "read" end
   local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
@@ -135,7 +137,8 @@ local function read(t, n, buffer)
 end
 
 local one = ffi.new("double[1]")
---- Returns the value of a tensor with one element. A bool returns a boolean, because the number 0 is true in Lua.
+--- Returns the value of a tensor with one element. The value of a bool tensor is a boolean, because the number 0 counts
+--- as true in Lua.
 ---@return number|boolean
 function T:item()
   local t = self
@@ -145,7 +148,7 @@ function T:item()
   return one[0]
 end
 
---- Returns the values as nested lists, or as a number or boolean if the tensor has no dimensions.
+--- Returns the values as nested lists. If the tensor has no dimensions, returns a number or a boolean.
 ---@return number|boolean|table
 function T:tolist()
   local n = self:numel()
@@ -166,14 +169,14 @@ function T:tolist()
 end
 
 -- -- gradients and lifetime -----------------------------------------------------------------------------------------
--- Checks that a value is a boolean. 0 would count as true in Lua, but as false in PyTorch.
+-- Checks that a value is a boolean. 0 is rejected, because it counts as true in Lua, but as false in PyTorch.
 local function switch(on, name)
   if type(on) ~= "boolean" then caller.error(("%s takes true or false, not a %s"):format(name, type(on))) end
   return on
 end
 
---- Sets whether backward computes a gradient of this leaf. Without an argument, returns whether gradients reach the
---- tensor, as PyTorch's attribute does.
+--- Sets whether backward computes a gradient for this leaf. Without an argument, returns whether gradients reach the
+--- tensor, like PyTorch's attribute of this name.
 ---@param on? boolean
 ---@return ps.Tensor|boolean self; without an argument, whether gradients reach the tensor
 function T:requires_grad(on)
@@ -181,15 +184,15 @@ function T:requires_grad(on)
   check(C.ps_tensor_require_grad(self, switch(on, "requires_grad") and 1 or 0))
   return self
 end
---- Sets whether backward computes a gradient of this leaf.
+--- Sets whether backward computes a gradient for this leaf.
 ---@param on? boolean (default true)
 ---@return ps.Tensor self
 function T:requires_grad_(on) return self:requires_grad(on == nil or switch(on, "requires_grad_")) end
 --- Returns whether gradients reach the tensor.
 ---@return boolean
 function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
---- Sets whether the gradients of micro-batches for this leaf are summed in fp32, whatever the leaf's type. Without an
---- argument, returns the setting.
+--- Sets whether the gradients of this leaf are summed over micro-batches in fp32, whatever the leaf's type is. Without
+--- an argument, returns the setting.
 ---@param on? boolean
 ---@return ps.Tensor|boolean self; without an argument, the current setting
 function T:grad_in_fp32(on)
@@ -198,8 +201,9 @@ function T:grad_in_fp32(on)
     or bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32))
   return self
 end
---- Returns the gradient, or nil. In a model of ps.initialize it is the sum over micro-batches and ranks, each
---- multiplied by its weight and the loss scale (docs/zero.md). An error if backward has already updated the parameters.
+--- Returns the gradient, or nil. In a model of ps.initialize, the gradient is the sum over micro-batches and ranks.
+--- Each summand is multiplied by its weight and by the loss scale (docs/zero.md). If backward has already updated the
+--- parameters, the call is an error.
 ---@return ps.Tensor|nil
 function T:grad()
   local g = scope.grad_of(self)
@@ -221,24 +225,25 @@ end
 T.backward = scope.backward
 T.detach = scope.detach
 T.register_hook = require("ps.tensor.hooks").register
---- Keeps the bytes beyond the scope in which the tensor was made, until Lua collects the tensor.
+--- Keeps the data alive after the end of the scope in which the tensor was made. The data is freed when Lua collects
+--- the tensor.
 ---@return ps.Tensor self
 function T:keep()
   check(C.ps_tensor_keep(self))
   return self
 end
---- Frees the bytes now, unless another tensor shares them, instead of when Lua collects the tensor. Using the tensor
---- afterwards is an error.
+--- Frees the data now instead of when Lua collects the tensor. Data that another tensor shares is not freed. Using this
+--- tensor afterwards is an error.
 function T:release() C.ps_tensor_drop(self) end
 
 -- -- conversions and views ------------------------------------------------------------------------------------------
---- Returns the same values in row-major order: the tensor itself if it is contiguous, else a copy.
+--- Returns the same values in row-major order. Returns the tensor itself if it is contiguous, and otherwise a copy.
 ---@return ps.Tensor
 function T:contiguous()
   if C.ps_tensor_is_contiguous(self) ~= 0 then return self end
   return ops.contiguous(self)
 end
---- Returns a copy with its own bytes. Gradients reach the original.
+--- Returns a copy with its own data. Gradients reach the original.
 ---@return ps.Tensor
 function T:clone() return ops.contiguous(self) end
 
@@ -273,14 +278,15 @@ for method, name in pairs { float = "fp32", double = "fp64", half = "fp16", bflo
   ---@return ps.Tensor
   T[method] = function(self) return self:to(name) end
 end
---- Returns true for elements that are not 0.
+--- Returns a tensor that is true where an element is not 0.
 ---@return ps.Tensor bool, of this shape
 function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
 
 local ALL, COLUMN, SWAP, NO_SIZES = { -1 }, { -1, 1 }, { 1, 0 }, {}    -- shapes and axes
 
--- Returns a list of `...`, the arguments after `call`. LuaJIT compiles { ... } of three arguments or more to code that
--- it leaves at once each time, so each number of arguments has a constructor.
+-- Returns a list of `...`, the arguments after `n`, which is their number. If { ... } has three elements or more,
+-- LuaJIT leaves the code that it compiled for it each time. Therefore each number of elements has a constructor of its
+-- own.
 local function list_of(n, a, b, c, d, e, f, g, ...)
   if n == 1 then return { a } end
   if n == 2 then return { a, b } end
@@ -299,8 +305,9 @@ local function shape_args(call, ...)
   return first
 end
 
---- Returns the same elements, in row-major order, in another shape: a view, or a copy if the strides require it.
----@param ... integer|integer[] the sizes; one of them may be -1, which is computed from the others
+--- Returns the same elements, in row-major order, in another shape. The result is a view, or a copy if the strides
+--- require it.
+---@param ... integer|integer[] the sizes; one size may be -1, which is computed from the other sizes
 ---@return ps.Tensor
 function T:reshape(...)
   local shape = shape_args("reshape", ...)
@@ -313,15 +320,15 @@ function T:reshape(...)
   end
   return ops.reshape(t, #shape, shape)
 end
---- Returns a view of the same bytes in another shape. Raises an error if reshape would have to copy.
----@param ... integer|integer[] the sizes; one of them may be -1
+--- Returns a view of the same data in another shape. Raises an error if reshape would have to copy.
+---@param ... integer|integer[] the sizes; one size may be -1
 ---@return ps.Tensor
 function T:view(...)
   if not is_tensor(self) then caller.no_self "t:view" end
   local shape = shape_args("view", ...)
   return ops.reshape(self, #shape, shape)
 end
---- Merges the dimensions from `first` to `last` into one.
+--- Merges the dimensions `first` to `last` into one dimension.
 ---@param first? integer (default 0)
 ---@param last? integer (default -1)
 ---@return ps.Tensor
@@ -344,7 +351,7 @@ function T:flatten(first, last)
   return self:reshape(new)
 end
 --- Reorders the dimensions: dimension i of the result is dimension axes[i] of this tensor. The result is a view.
----@param ... integer|integer[] the axes, each dimension once
+---@param ... integer|integer[] the axes; each dimension must occur once
 ---@return ps.Tensor
 function T:permute(...)
   if not is_tensor(self) then caller.no_self "t:permute" end
@@ -364,7 +371,7 @@ function T:transpose(a, b)
   axes[a + 1], axes[b + 1] = b, a
   return ops.permute(self, axes)
 end
---- Returns the transposed matrix as a view. Returns the tensor itself if it has fewer than 2 dimensions.
+--- Returns a matrix transposed, as a view. Returns the tensor itself if it has fewer than 2 dimensions.
 ---@return ps.Tensor
 function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
 --- Inserts a dimension of size 1 before dimension d. The result is a view.
@@ -408,7 +415,7 @@ function T:squeeze(dims)
   end
   return ops.reshape(self, #new, new)
 end
---- Repeats dimensions of size 1, and adds new leading ones, without copying. The result is a view.
+--- Repeats dimensions of size 1, and adds new leading dimensions, without copying. The result is a view.
 ---@param ... integer|integer[] the sizes; -1 keeps the current size
 ---@return ps.Tensor
 function T:expand(...)
@@ -435,7 +442,7 @@ function T:slice(d, start, stop, step)
 end
 --- Returns the elements start to start + length - 1 of dimension d. The result is a view.
 ---@param d integer
----@param start integer negative indices count from the end
+---@param start integer a negative index counts from the end
 ---@param length integer
 ---@return ps.Tensor
 function T:narrow(d, start, length)
@@ -445,9 +452,9 @@ function T:narrow(d, start, length)
   if start < 0 then start = start + tonumber(self.shape_[d]) end
   return ops.slice(self, d, start, start + length, 1)
 end
---- Returns the slice at index i of dimension d, without that dimension. The result is a view.
+--- Returns the slice at index i of dimension d, without this dimension. The result is a view.
 ---@param d integer
----@param i integer negative indices count from the end
+---@param i integer a negative index counts from the end
 ---@return ps.Tensor
 function T:select(d, i)
   d = dim_index(self, d)
@@ -460,7 +467,7 @@ function T:select(d, i)
   return ops.reshape(part, #shape, shape)
 end
 --- Returns consecutive slices along dimension d, as several results. The results are views.
----@param size integer|integer[] the size of each slice (the last may be smaller), or a list of sizes
+---@param size integer|integer[] the size of each slice, where the last slice may be smaller, or a list of sizes
 ---@param d? integer (default 0)
 ---@return ps.Tensor ...
 function T:split(size, d)
@@ -540,7 +547,7 @@ function T:nonzero()
 end
 
 -- -- several tensors ------------------------------------------------------------------------------------------------
---- Joins tensors along dimension d. Their other sizes must be equal.
+--- Joins tensors along dimension d. The sizes of their other dimensions must be equal.
 ---@param list ps.Tensor[]
 ---@param d? integer (default 0)
 ---@return ps.Tensor
@@ -559,8 +566,8 @@ end
 
 local rows_shape = {}
 
--- Returns vectors of one size as the rows of a matrix. Returns nil if the list has other values, or more than one op
--- can join.
+-- Returns a matrix whose rows are vectors of the same size. Returns nil if the list has other values, or more vectors
+-- than one op can join.
 local function rows_of(list)
   local first = type(list) == "table" and list[1]
   if not is_tensor(first) or first.ndim ~= 1 or #list > 64 then return nil end
@@ -571,7 +578,7 @@ local function rows_of(list)
   return ops.reshape(ops.concat(list, 0), 2, rows_shape)
 end
 
---- Joins tensors of one shape along a new dimension d.
+--- Joins tensors of the same shape along a new dimension d.
 ---@param list ps.Tensor[]
 ---@param d? integer (default 0)
 ---@return ps.Tensor
@@ -586,7 +593,7 @@ function M.stack(list, d)
 end
 
 -- -- the metatype ---------------------------------------------------------------------------------------------------
--- What to write instead of PyTorch's names that tensors lack, and of PyTorch's fields that are methods here.
+-- Texts that say what to write instead, for fields of PyTorch's tensors that cannot be set here.
 local SET = { requires_grad = "write t:requires_grad_(false)", data = "write ps.no_grad(function() t:copy_(x) end)",
   grad = "write t:set_grad(g), optimizer:zero_grad()" }
 
@@ -603,8 +610,8 @@ local function no_order()
     .. "t:lt(x) and t:gt(x) compare its elements")
 end
 
--- Returns whether the function that reads a field has the tensor as its self, and is not a method of tensors: a script
--- called a method of a module with a dot.
+-- Returns whether the function that reads a field has the tensor as its parameter self and is not a method of tensors.
+-- In that case a script called a method of a module with a dot instead of a colon.
 local DOT = "; a function has the tensor as its self: a method is called with a colon, model:forward(x)"
 local function is_self(t)
   local info = debug.getinfo(3, "f")
@@ -649,7 +656,7 @@ ffi.metatype("ps_tensor", mt)
 
 local function given(t, call) return caller.tensor(t, call,
   "its argument") or error(call .. ": no tensor was given") end
---- Returns whether two Lua values refer to one tensor. Each call that returns a tensor creates a new Lua value.
+--- Returns whether two Lua values refer to the same tensor. Each call that returns a tensor creates a new Lua value.
 ---@param a ps.Tensor
 ---@param b ps.Tensor
 ---@return boolean

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tensors with the shape of another tensor, and random draws: ps.full_like, ps.rand_like, ps.randperm, ps.bernoulli,
--- ps.multinomial. By Philox counters, draws depend only on ps.manual_seed and on earlier draws, not on the device or
--- the number of threads.
+-- Tensors with the shape of another tensor, and random draws: ps.full_like, ps.rand_like, ps.randperm, ps.bernoulli and
+-- ps.multinomial. Random draws use Philox counters. They therefore depend only on ps.manual_seed and on earlier draws,
+-- and not on the device or the number of threads.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local tensor = require "ps.tensor"
@@ -18,14 +18,15 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 
--- Checks the options, and returns the dtype and device of a tensor like t: from the options, else from t.
+-- Returns the dtype, device and requires_grad of a new tensor that is like t. If the options do not set the dtype or
+-- the device, they are those of t.
 local function place(t, options)
   return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
     requires_grad = options.requires_grad }
 end
 
 local function maker(name)
-  --- Returns a new tensor of t's shape, and of t's dtype and device unless the options set others.
+  --- Returns a new tensor of t's shape. It has t's dtype and device unless the options set others.
   ---@param t ps.Tensor
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
   ---@return ps.Tensor
@@ -37,10 +38,10 @@ local function maker(name)
 end
 for _, name in ipairs { "empty", "zeros", "ones", "rand", "randn" } do maker(name) end
 
---- Returns a tensor of t's shape whose elements all have one value, of t's dtype and device unless the options set
---- others.
+--- Returns a tensor of t's shape whose elements all have the same value. It has t's dtype and device unless the options
+--- set others.
 ---@param t ps.Tensor
----@param value number the value, which an integer type must be able to hold
+---@param value number the value; if the type is an integer type, the value must be in its range
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
 ---@return ps.Tensor
 function M.full_like(t, value, options)
@@ -49,8 +50,8 @@ function M.full_like(t, value, options)
   return tensor.full(t:shape(), value, place(t, options))
 end
 
---- Returns a tensor of t's shape with uniform integers in [low, high), of t's dtype and device unless the options set
---- others. ps.randint_like(t, high) begins at 0.
+--- Returns a tensor of t's shape with uniformly distributed integers in [low, high). It has t's dtype and device unless
+--- the options set others. ps.randint_like(t, high) draws from [0, high).
 ---@param t ps.Tensor
 ---@param low integer
 ---@param high? integer
@@ -69,7 +70,7 @@ function M.randint_like(t, low, high, options)
 end
 
 for _, name in ipairs { "zeros", "ones", "empty" } do
-  --- Returns a new tensor of this tensor's dtype and device.
+  --- Returns a new tensor that has this tensor's dtype and device unless the options set others.
   ---@param shape integer[]|integer
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
   ---@return ps.Tensor
@@ -82,7 +83,8 @@ for _, name in ipairs { "zeros", "ones", "empty" } do
   end
 end
 
---- Returns a new tensor of this tensor's dtype and device, whose elements all have one value.
+--- Returns a new tensor whose elements all have the same value. It has this tensor's dtype and device unless the
+--- options set others.
 ---@param shape integer[]|integer
 ---@param value number
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
@@ -91,7 +93,8 @@ function T:new_full(shape, value, options)
   return tensor.full(shape, value, place(self, caller.options(options, "new_full", NEW)))
 end
 
--- Returns fp64 numbers in [0, 1) with 48 random bits. 24 bits would be too few to order millions of numbers.
+-- Returns fp64 numbers in [0, 1) with 48 random bits each. Numbers with 24 bits would often be equal, so they could not
+-- order millions of elements.
 local function fine(shape, device)
   local where = { dtype = "fp64", device = device }
   return tensor.rand(shape, where) + tensor.rand(shape, where) * 2 ^ -24
@@ -102,7 +105,7 @@ local ORDER = { dtype = "string", device = "string" }
 --- Returns the numbers 0 to n - 1 in a random order.
 ---@param n integer
 ---@param options? {dtype?: string, device?: string}
----@return ps.Tensor [n] int64, unless the options say otherwise
+---@return ps.Tensor [n] int64, unless the options set another type
 function M.randperm(n, options)
   options = caller.options(options, "ps.randperm", ORDER)
   caller.whole(n, "ps.randperm: n", 0)
@@ -116,7 +119,7 @@ function M.randperm(n, options)
   return options.dtype and order:to(options.dtype) or order
 end
 
--- Raises an error if values are not probabilities. Reads the values on the host.
+-- Raises an error if values are not probabilities. The host reads the values.
 local function check_probabilities(p, call)
   if p:numel() == 0 then return end
   local low, high = p:amin():item(), p:amax():item()
@@ -125,7 +128,8 @@ local function check_probabilities(p, call)
   end
 end
 
--- Returns 1 with probability p (default: the elements of x), else 0, in x's shape and type.
+-- Returns a tensor of x's shape and type. Each element is 1 with probability p, and otherwise 0. Without p, the
+-- elements of x are the probabilities.
 local function drawn(x, p)
   if p == nil then
     check_probabilities(x, "bernoulli")
@@ -134,8 +138,8 @@ local function drawn(x, p)
   return ops.cast(fine(x:shape(), x:device()):lt(p), x.dtype_)
 end
 
---- Draws 1 or 0 for each element. The element is the probability of 1, unless `p` sets one for all. The host reads the
---- values to check them.
+--- Draws 1 or 0 for each element. The element is the probability of 1. If p is passed, p is the probability for all
+--- elements. The host reads the values to check them.
 ---@param p? number in [0, 1]
 ---@return ps.Tensor of this shape and type, without a gradient
 function T:bernoulli(p)
@@ -149,9 +153,9 @@ function T:bernoulli(p)
   return scope.no_grad(drawn, self, p)
 end
 
---- Sets elements to 1 with a probability, else to 0, in place.
+--- Sets each element to 1 with a probability, and otherwise to 0, in place.
 ---@param p? number|ps.Tensor probability in [0, 1] (default 0.5); a tensor must have a shape that broadcasts to this
----  one
+--- tensor's shape
 ---@return ps.Tensor self
 function T:bernoulli_(p)
   create.check_gradients(self, nil, "bernoulli_", "bernoulli(p)")
@@ -160,11 +164,11 @@ function T:bernoulli_(p)
   return self
 end
 
--- largest number of elements for which draws are compared with all categories at once
+-- The largest number of elements for which draws are compared with all categories at once.
 local AT_ONCE = 2 ^ 22
 
--- Returns n draws for each row of p [rows, V], fp64 with positive sums. A draw is the first category whose running sum
--- exceeds a uniform number.
+-- Returns n draws for each row of p [rows, V], whose elements are fp64 and whose sums are positive. A draw is the first
+-- category whose running sum exceeds a uniform number.
 local function with_replacement(p, n)
   local upto = p:cumsum(-1)
   local total, parts = upto:narrow(-1, p:size(1) - 1, 1), {}
@@ -174,15 +178,15 @@ local function with_replacement(p, n)
     local some = u:narrow(1, first, math.min(step, n - first))
     parts[#parts + 1] = upto:unsqueeze(1):le(some:unsqueeze(-1)):long():sum(-1)
   end
-  -- If u equals the sum, due to rounding, the draw is the last category with a positive probability.
+  -- Rounding may make u equal to the sum. The draw is then the last category with a positive probability.
   local last = p:gt(0):long() * tensor.arange(0, p:size(1), 1, { dtype = "int64", device = p:device() })
   return ops.minimum(tensor.cat(parts, 1), last:amax(-1, true))
 end
 
---- Draws categories. The elements of a row are the categories' probabilities, which need not add up to 1. The host
+--- Draws categories. The elements of a row are the probabilities of the categories. Their sum need not be 1. The host
 --- reads the values to check them.
 ---@param n integer number of draws for each row
----@param replacement? boolean (default false), in which case a row draws no category twice
+---@param replacement? boolean (default false); with false, a row draws no category twice
 ---@return ps.Tensor int64 [..., n], for a tensor [..., V] of one or two dimensions
 function T:multinomial(n, replacement)
   local call = "multinomial"
@@ -209,8 +213,8 @@ function T:multinomial(n, replacement)
         error(("%s: %d draws without replacement, but a row has only %d categories with a probability; write "
           .. "multinomial(n, true) to draw a category more than once"):format(call, n, least))
       end
-      -- The n largest quotients of p and exponentially distributed numbers are n draws without replacement (Efraimidis
-      -- and Spirakis 2006).
+      -- Divide p by exponentially distributed numbers. The n largest quotients are n draws without replacement
+      -- (Efraimidis and Spirakis 2006).
       local wait = (fine(p:shape(), p:device()) * -1 + 1):log() * -1
       _, index = (p / wait:clamp(1e-300)):topk(n)
     end

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Losses made of other ops, with PyTorch's names and formulas, for ps.functional (F.mse_loss). Input and target must
--- have equal shapes and are not broadcast: a loss of [N] against [N, 1] is nearly always a mistake.
+-- Losses that call other ops, with PyTorch's names and formulas. They are functions of ps.functional, such as
+-- F.mse_loss. Input and target must have the same shape. They are not broadcast, because a loss of [N] against [N, 1]
+-- is nearly always a mistake.
 local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
@@ -62,8 +63,8 @@ end
 
 local SMOOTH = { reduction = "string", beta = "number" }
 
---- Returns the mean of the absolute differences d of x and target, replaced by squares near 0: 0.5 d^2 / beta where |d|
---- is below beta, else |d| - 0.5 beta. With beta = 0 it equals F.l1_loss.
+--- Returns the mean of the absolute differences d of x and target, replaced by squares near 0. A term is 0.5 d^2 / beta
+--- where |d| is below beta, and |d| - 0.5 beta elsewhere. With beta = 0 the loss equals F.l1_loss.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", beta?: number} reduction (default "mean"); beta (default 1)
@@ -79,8 +80,8 @@ end
 
 local HUBER = { reduction = "string", delta = "number" }
 
---- Returns Huber's loss of the differences d of x and target: 0.5 d^2 where |d| is below delta, else delta (|d| - 0.5
---- delta).
+--- Returns Huber's loss of the differences d of x and target. A term is 0.5 d^2 where |d| is below delta, and delta
+--- (|d| - 0.5 delta) elsewhere.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", delta?: number} reduction (default "mean"); delta (default 1)
@@ -95,7 +96,8 @@ function losses.huber_loss(x, target, options)
   return reduced(delta == 1 and d or d * delta, options.reduction, "F.huber_loss")
 end
 
--- Returns the binary cross entropy of each element. With `slopes`, also its derivatives with respect to p and target.
+-- Returns the binary cross entropy of each element. With `slopes`, also returns its derivatives with respect to p and
+-- target.
 local function entropy(p, target, slopes)
   local q = ops.affine(p, -1, 1)
   local yes, no = ops.clamp(ops.log(p), -100, math.huge), ops.clamp(ops.log(q), -100, math.huge)
@@ -129,8 +131,8 @@ end
 local WEIGHT_NAMES = { "pos_weight", "the logits" }
 local WITH_LOGITS = { reduction = "string", pos_weight = "tensor" }
 
---- Returns the binary cross entropy of logits x against targets in [0, 1]. pos_weight, which is broadcast, is the
---- weight of targets that are 1.
+--- Returns the binary cross entropy of logits x against targets in [0, 1]. pos_weight is the weight of targets that are
+--- 1. It is broadcast to x's shape.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", pos_weight?: ps.Tensor} reduction default "mean"
@@ -149,9 +151,10 @@ end
 local KL_REDUCTIONS = { none = true, mean = true, sum = true, batchmean = true }
 local KL = { reduction = "string", log_target = "boolean" }
 
---- Returns the Kullback-Leibler divergence target (log target - x). x contains logarithms of probabilities, target
---- probabilities or, with log_target, their logarithms. "batchmean" divides the sum by the first dimension's size, as
---- the divergence is defined. "mean", the default as in PyTorch, divides by the number of elements.
+--- Returns the Kullback-Leibler divergence target (log target - x). x contains logarithms of probabilities. target
+--- contains probabilities, or with log_target their logarithms. "batchmean" divides the sum by the size of the first
+--- dimension, as in the definition of the divergence. "mean" divides the sum by the number of elements. It is the
+--- default, as in PyTorch.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"|"batchmean", log_target?: boolean} reduction default "mean"
@@ -174,7 +177,7 @@ function losses.kl_div(x, target, options)
 end
 
 -- -- of distances ---------------------------------------------------------------------------------------------------
---- Returns the p-norms of the differences of vectors. Vectors are along the last dimension.
+--- Returns the p-norms of the differences of two sets of vectors. Vectors are along the last dimension.
 ---@param a ps.Tensor floats [..., D]
 ---@param b ps.Tensor of a shape that broadcasts with a's
 ---@param p? number (default 2)
@@ -191,14 +194,14 @@ end
 
 local TRIPLET = { margin = "number", p = "number", eps = "number", swap = "boolean", reduction = "string" }
 
---- Returns max(0, margin + d(anchor, positive) - d(anchor, negative)), where d is the distance of two vectors. Vectors
---- are along the last dimension.
+--- Returns max(0, margin + d(anchor, positive) - d(anchor, negative)), where d is the distance between two vectors.
+--- Vectors are along the last dimension.
 ---@param anchor ps.Tensor floats [..., D]
 ---@param positive ps.Tensor of the same shape
 ---@param negative ps.Tensor of the same shape
 ---@param options? {margin?: number, p?: number, eps?: number, swap?: boolean, reduction?: "mean"|"sum"|"none"} margin
----  (default 1); p (default 2); eps (default 1e-6); swap: uses d(positive, negative) instead of d(anchor, negative)
----  where it is smaller
+--- (default 1); p (default 2); eps (default 1e-6); swap: whether d(positive, negative) replaces d(anchor, negative)
+--- where it is smaller
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function losses.triplet_margin_loss(anchor, positive, negative, options)
   local call = "F.triplet_margin_loss"
@@ -216,17 +219,17 @@ local MARGIN = { margin = "number", reduction = "string" }
 
 local SIGN_NAMES = { "the target", "the inputs" }
 
--- Returns the checked target of signs. like: a tensor to whose shape it must broadcast, or nil.
+-- Checks and returns a target of signs. If `like` is not nil, the target must broadcast to the shape of `like`.
 local function signs(y, call, like)
   if caller.tensor(y, call, "the target") == nil then error(call .. ": the target is missing") end
   if like ~= nil then tensor.check_broadcast(y, like, call, SIGN_NAMES, true) end
   return y
 end
 
---- Returns max(0, margin - y (a - b)). y is 1 where a should be larger than b, and -1 where b should be larger.
+--- Returns max(0, margin - y (a - b)). y is 1 where a should be larger than b, and -1 where b should be larger than a.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of the same shape
----@param y ps.Tensor of 1 and -1, with as many dimensions, of a shape that broadcasts
+---@param y ps.Tensor of 1 and -1, with a's number of dimensions, of a shape that broadcasts to a's shape
 ---@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin (default 0)
 ---@return ps.Tensor of 0 dimensions, or of a's shape with reduction "none"
 function losses.margin_ranking_loss(a, b, y, options)
@@ -243,7 +246,7 @@ end
 
 local function squares(x) return (x * x):sum(-1) + 1e-12 end
 
---- Returns 1 - cos(a, b) where y is 1, and max(0, cos(a, b) - margin) where y is -1, for vectors along the last
+--- Returns 1 - cos(a, b) where y is 1, and max(0, cos(a, b) - margin) where y is -1. Vectors are along the last
 --- dimension.
 ---@param a ps.Tensor floats [N, D] or [D]
 ---@param b ps.Tensor of the same shape
@@ -279,7 +282,8 @@ function losses.hinge_embedding_loss(x, y, options)
   return reduced(tensor.where(y:eq(1), x, 0) + tensor.where(y:eq(-1), far, 0), options.reduction, call)
 end
 
--- Returns the variances of F.gaussian_nll_loss in a shape that broadcasts to x's, by PyTorch's rule.
+-- Returns the variances of F.gaussian_nll_loss in a shape that broadcasts to x's shape. The accepted shapes are
+-- PyTorch's.
 local function variances(var, x, call)
   if tensor.same_shape(var, x) then return var end
   local lacks, ones = var.ndim == x.ndim - 1, 0
@@ -295,14 +299,14 @@ end
 
 local GAUSS = { full = "boolean", eps = "number", reduction = "string" }
 
---- Returns half of log(var) + (x - target)^2 / var, which is the negative log-likelihood of normal distributions up to
+--- Returns half of log(var) + (x - target)^2 / var. This is the negative log-likelihood of normal distributions, up to
 --- a constant.
 ---@param x ps.Tensor floats, the means
 ---@param target ps.Tensor of the same shape
----@param var ps.Tensor variances, of x's shape, or of x's shape without its last dimension, or with one dimension of
----  size 1; variances below eps are replaced by eps
----@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: adds the constant log(2 pi) /
----  2; eps: default 1e-6
+---@param var ps.Tensor variances of x's shape; the last dimension may be missing, or one dimension may have size 1;
+--- variances below eps are replaced by eps
+---@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: whether the constant log(2 pi)
+--- / 2 is added; eps (default 1e-6)
 ---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.gaussian_nll_loss(x, target, var, options)
   local call = "F.gaussian_nll_loss"
@@ -312,14 +316,16 @@ function losses.gaussian_nll_loss(x, target, var, options)
   var = variances(var, x, call)
   if var:lt(0):any():item() then error(("%s: a variance is negative (%g)"):format(call, var:amin():item())) end
   local eps = options.eps or 1e-6
-  var = var + scope.no_grad(function() return var:clamp(eps) - var end)    -- the gradient passes through, as in PyTorch
+  -- The values are limited, but the gradient passes through, as in PyTorch.
+  var = var + scope.no_grad(function() return var:clamp(eps) - var end)
   local loss = 0.5 * (var:log() + (x - target):square() / var)
   if options.full then loss = loss + 0.5 * math.log(2 * math.pi) end
   return reduced(loss, options.reduction, call)
 end
 
 -- -- of classes -----------------------------------------------------------------------------------------------------
--- Returns a mask of the targets that count, bool [...], and the targets, int64 [..., 1], with 0 for ignored ones.
+-- Returns a mask bool [...] of the targets that count. Also returns the targets as int64 [..., 1], in which ignored
+-- targets are replaced by 0.
 local function countable(target, ignore)
   local counts = target:ne(ignore)
   return counts, tensor.where(counts, target, 0):to("int64"):unsqueeze(-1)
@@ -339,12 +345,12 @@ local function has_rows_of(target, x)
   return true
 end
 
---- Checks the targets of a loss of classes, which must be integers with one target for each row of x.
+--- Checks the targets of a loss of classes. There must be one integer target for each row of x.
 ---@param x ps.Tensor [..., V]
 ---@param target ps.Tensor
----@param call string
----@param soft? boolean whether the targets may also be class probabilities, floats of x's shape
----@return boolean soft whether they are
+---@param call string name of the loss in errors
+---@param soft? boolean whether the targets may also be class probabilities, which are floats of x's shape
+---@return boolean soft whether the targets are class probabilities
 function losses.check_targets(x, target, call, soft)
   if caller.tensor(x, call, "the input") == nil then error(call .. ": the input is missing") end
   if caller.tensor(target, call, "the target") == nil then error(call .. ": the target is missing") end
@@ -367,19 +373,20 @@ function losses.check_targets(x, target, call, soft)
     call, shown(without(have, #have)), shown(of), hint))
 end
 
--- Returns the elements of x at targets. An error names the loss instead of the op.
+-- Returns the elements of x at targets. If the op fails, the error names the loss instead of the op.
 local function picked(x, at, d, call)
   local ok, y = pcall(ops.gather, x, at, d)
   if ok then return y end
   error((tostring(y):gsub("^gather: index", call .. ": target")), 0)
 end
 
--- Computes each target's loss term from log-probabilities [..., V], and its share of the mean's divisor. smooth: the
--- label smoothing.
+-- Computes the loss term of each target from log-probabilities [..., V]. Also returns each target's share of the
+-- divisor of the mean. `smooth` is the label smoothing.
 local function class_terms(logp, target, weight, ignore, smooth, call)
   local V = logp:size(-1)
   local counts, at = countable(target, ignore)
-  local share = counts:to(logp:dtype())  -- [...]: the weight of the target's class, or 0 if the target is ignored
+  -- For each target, `share` [...] is the weight of its class. It is 0 if the target is ignored.
+  local share = counts:to(logp:dtype())
   if weight ~= nil then
     share = share * picked(weight:to(logp:dtype()), at:reshape(-1), 0, call):reshape(target:shape())
   end
@@ -392,8 +399,9 @@ local function class_terms(logp, target, weight, ignore, smooth, call)
   return terms, share:detach()
 end
 
--- Counts hits and targets, int64 [2]. A hit is a target whose class has the first largest score [..., V]. Ignored
--- targets do not count. A target of class weight 0 does not count either, unless labels are smoothed.
+-- Returns the number of hits and the number of targets, as int64 [2]. A hit is a target whose class has the largest of
+-- the scores [..., V]. If several scores are equal, only the first counts as the largest. Ignored targets do not count.
+-- A target whose class has the weight 0 does not count either, unless labels are smoothed.
 local function count_hits(scores, target, weight, ignore, smooth)
   local counts, at = countable(target, ignore)
   counts, at = counts:reshape(-1), at:reshape(-1)
@@ -410,7 +418,7 @@ local function check_weight(weight, logp, call)
   end
 end
 
--- Returns the loss of classes. scores: the logits [..., V] from which logp was computed.
+-- Returns the loss of classes. `scores` are the logits [..., V] from which logp was computed.
 local function class_loss(logp, scores, target, chosen, smooth, call)
   local reduction = chosen.reduction or "mean"
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
@@ -431,13 +439,13 @@ end
 local CODE = { none = 0, mean = 1, sum = 2 }
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 
---- Returns the negative log-probability of each target. Classes are the last dimension. PyTorch's are the second: write
---- logp:movedim(1, -1). weight: each class's weight, also in the mean. Targets equal to
---- ignore_index are left out; if none remains, the mean is 0.
+--- Returns the negative log-probability of each target. Classes are the last dimension. In PyTorch they are the second
+--- dimension; write logp:movedim(1, -1) for such inputs. `weight` has the weight of each class, with which the mean is
+--- also weighted. Targets equal to ignore_index are left out. If no target remains, the mean is 0.
 ---@param logp ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor} ignore_index (default
---- -100); reduction (default "mean"); weight [V]
+--- -100); reduction (default "mean"); weight: [V]
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function losses.nll_loss(logp, target, options)
   options = caller.options(options, "F.nll_loss", NLL)
@@ -454,7 +462,8 @@ function losses.nll_loss(logp, target, options)
   return class_loss(logp, logp, target, options, 0, "F.nll_loss")
 end
 
--- Returns the loss of class probabilities, with PyTorch's divisor: the number of rows, whatever the weights.
+-- Returns the loss against class probabilities. The divisor of the mean is PyTorch's: the number of rows, whatever the
+-- weights are.
 local function soft_loss(logp, target, chosen, smooth, call)
   local reduction, V = chosen.reduction or "mean", logp:size(-1)
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
@@ -473,8 +482,8 @@ local function soft_loss(logp, target, chosen, smooth, call)
   return loss_weight.as(function() return terms:sum() / rows end, rows)
 end
 
---- Computes F.cross_entropy or F.lm_loss with class weights, label smoothing or class probabilities as targets, which
---- needs all log-probabilities.
+--- Computes F.cross_entropy or F.lm_loss with class weights, label smoothing, or class probabilities as targets. Holds
+--- all log-probabilities in memory.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...], or floats [..., V]
 ---@param chosen {ignore_index: integer?, reduction: string?, weight: ps.Tensor?, label_smoothing: number?}

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The arithmetic of ps.Tensor: operators, elementwise functions, products, reductions, in-place forms.
+-- The arithmetic of ps.Tensor: operators, elementwise functions, products, reductions, and methods that work in place.
 local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -17,7 +17,7 @@ local FLOAT = native.FLOAT
 local T = {}
 local M = { methods = T }
 
--- addend of affine that adds nothing: x + -0 is x for every x, including +0 and -0
+-- An addend of the op affine that changes nothing: x + -0 is x for every x, including +0 and -0.
 local NOTHING = -0.0
 
 local function affine(t, alpha, beta)
@@ -26,8 +26,8 @@ local function affine(t, alpha, beta)
   return ops.affine(t, alpha, beta)
 end
 
--- Multiplies b by the alpha of add and sub, a number or { alpha = number }, without rounding the product to a half
--- type.
+-- Multiplies b by the argument alpha of add and sub, which is a number or { alpha = number }. The product is not
+-- rounded to a half type.
 local ALPHA = { alpha = "number" }
 local function scaled(a, b, alpha, call)
   if type(alpha) == "table" then alpha = caller.options(alpha, call, ALPHA).alpha or 1 end
@@ -41,12 +41,13 @@ local function scaled(a, b, alpha, call)
   return affine(b, alpha, NOTHING)
 end
 
--- Orders the types of integers and of floats. The two half types have no order.
+-- The order of the integer types and the float types. Neither half type is before the other.
 local RANK = { [C.PS_BOOL] = 0, [C.PS_U8] = 1, [C.PS_I32] = 2, [C.PS_I64] = 3, [C.PS_F16] = 4, [C.PS_BF16] = 4,
   [C.PS_F32] = 5, [C.PS_F64] = 6 }
 
--- Converts b to the type of the result of an op of a and b, if that is a's, so that multiples of b do not overflow a
--- narrow type. A tensor of 0 dimensions sets no type within its kind.
+-- Converts b to a's type if an op of a and b has a result of a's type. Otherwise multiples of b could overflow b's
+-- narrower type. A tensor without dimensions does not determine the type of the result if the other tensor is of the
+-- same kind (integer or float).
 local function widened_to(a, b)
   if not (is_tensor(a) and is_tensor(b)) or RANK[b.dtype_] >= RANK[a.dtype_] then return b end
   local same_kind = FLOAT[a.dtype_] == FLOAT[b.dtype_] and b.dtype_ ~= C.PS_BOOL
@@ -94,7 +95,8 @@ local function mul(a, b)
   return ops.mul(a, b)
 end
 
--- Returns op(a, b) for a number and a tensor. Integers are converted to fp32. The number is not rounded to a half type.
+-- Returns op(a, b) for a number and a tensor. An integer tensor is converted to fp32. The number is not rounded to a
+-- half type.
 local function with_number(op, a, b)
   local t = type(a) == "number" and b or a
   local narrow = t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16
@@ -105,15 +107,15 @@ local function with_number(op, a, b)
   return narrow and ops.cast(y, t.dtype_) or y
 end
 
--- Returns whether a number is a power of 2, or its negative: all bits of its fraction are 0. LuaJIT does not compile
--- math.frexp.
+-- Returns whether a number is a power of 2 or the negative of one. This is the case if all bits of its fraction are 0.
+-- math.frexp is not used, because LuaJIT does not compile it.
 local bits = ffi.new "union { double number; struct { uint32_t low, high; } half; }"
 local function is_power_of_2(x)
   bits.number = x
   return bits.half.low == 0 and bit.band(bits.half.high, 0xfffff) == 0
 end
 
---- Returns a / b, elementwise. Shapes broadcast. Integers are divided as fp32.
+--- Returns a / b, elementwise. Shapes broadcast. Integers are converted to fp32 first.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@param rounding? nil PyTorch's rounding_mode, which is rejected
@@ -123,8 +125,8 @@ local function div(a, b, rounding)
     error("div has no rounding_mode; write (a / b):floor(), of integers (a:double() / b):floor():long()")
   end
   if type(b) == "number" then
-    -- A product with 1 / b replaces the division if 1 / b is exact, or if the quotient is rounded to a half type
-    -- anyway.
+    -- Multiplying by 1 / b replaces the division if 1 / b is exact, or if the quotient is rounded to a half type in any
+    -- case.
     local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16
     local size = math.abs(b)
     local exact = FLOAT[a.dtype_] and is_power_of_2(b)
@@ -134,7 +136,7 @@ local function div(a, b, rounding)
   if type(a) == "number" then return with_number(ops.div, a, (autocast.full(b))) end
   return ops.div(a, b)
 end
---- Returns a to the power b, elementwise. Shapes broadcast. Integers are computed as fp32.
+--- Returns a to the power b, elementwise. Shapes broadcast. Integers are converted to fp32 first.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@return ps.Tensor
@@ -158,18 +160,18 @@ for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum"
     local range = int_range[a.dtype_]
     if range and not (b >= range[1] and b <= range[2]) then a = a:to("int64") end
     if not FLOAT[a.dtype_] and (b >= INT64_END or b < -INT64_END) then
-      a, b = a:to("fp64"), b < 0 and -math.huge or math.huge      -- b is outside int64's range
+      a, b = a:to("fp64"), b < 0 and -math.huge or math.huge      -- b is outside of int64's range
     end
     return ops[name](a, scalar_like(a, b))
   end
 end
---- Methods that are ops of the same name. They are added when a script first uses one of them.
+--- The methods that call the op of the same name. They are added when a script first uses one of them.
 M.plain = {}
 for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin", "cos", "erf", "tanh",
                         "sigmoid", "silu", "isfinite", "logical_not", "log1p", "expm1" } do
   M.plain[name] = true
 end
--- Integers need no rounding and are copied.
+-- Rounding functions. Integers are copied, because they need no rounding.
 for _, name in ipairs { "floor", "ceil", "round" } do
   ---@param decimals? nil PyTorch's `decimals`, which is rejected
   ---@return ps.Tensor
@@ -181,14 +183,14 @@ for _, name in ipairs { "floor", "ceil", "round" } do
     return ops[name](t)
   end
 end
---- Returns max(x, 0). NaN stays NaN and passes the gradient.
+--- Returns max(x, 0). Where x is NaN, the result is NaN and the gradient passes through.
 ---@param self ps.Tensor
 ---@return ps.Tensor
 function T:relu()
   if is_tensor(self) and not FLOAT[self.dtype_] then return ops.clamp(self, 0, math.huge) end
   return ops.relu(self)
 end
---- Returns x times the normal distribution's cumulative probability at x, or its approximation by tanh.
+--- Returns x times the probability that a standard normal variable is at most x. "tanh" approximates this probability.
 ---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
@@ -199,7 +201,7 @@ function T:square()
   local x = autocast.full(counted(self))
   return ops.mul(x, x)
 end
--- Raises an error for a bound of clamp that a type of integers cannot hold.
+-- Raises an error for a bound of clamp that is outside of the range of an integer type.
 local function check_bound(t, bound)
   if bound == nil or bound == math.huge or bound == -math.huge then return end
   local range = int_range[t.dtype_] or { -INT64_END, INT64_END - 1024 }
@@ -208,7 +210,8 @@ local function check_bound(t, bound)
     bound, t:dtype()))
 end
 
---- Returns x limited to [low, high]. The gradient is 0 at the bounds. Integers with a fraction as a bound are fp32.
+--- Returns x limited to [low, high]. The gradient is 0 at the bounds. If x has an integer type and a bound is a
+--- fraction, the result is fp32.
 ---@param low? number (default: no bound)
 ---@param high? number (default: no bound)
 ---@return ps.Tensor
@@ -230,7 +233,8 @@ function T:clamp(low, high)
   end
   return ops.clamp(x, low or -math.huge, high or math.huge)
 end
--- Returns a number as an operand of `where`, on the device of `on`. like: the other operand, or nil for a number.
+-- Returns a number as an operand of `where`, on the device of `on`. `like` is the other operand, or nil if that is a
+-- number too.
 local function beside(like, value, on)
   if not like then return scalar(on, value, C.PS_F32) end
   if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
@@ -242,7 +246,7 @@ local function condition(c, call)
     error(("%s: the condition is a tensor of %s; it must be of bool, such as c:ne(0)"):format(call, c:dtype()))
   end
 end
---- Returns a where the condition is true, else b. Shapes broadcast.
+--- Returns a where the condition is true, and b elsewhere. Shapes broadcast.
 ---@param c ps.Tensor bool
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
@@ -253,7 +257,8 @@ function M.where(c, a, b)
   if type(b) == "number" and is_tensor(a) then b = beside(a, b, c) end
   return ops.where(c, a, b)
 end
---- Returns this tensor's elements where the condition is true, else the elements of `other`. Shapes broadcast.
+--- Returns the elements of this tensor where the condition is true, and the elements of `other` elsewhere. Shapes
+--- broadcast.
 ---@param c ps.Tensor bool
 ---@param other ps.Tensor|number
 ---@return ps.Tensor
@@ -269,8 +274,9 @@ end
 
 local ALL, ROW, COLUMN, NO_SIZES = { -1 }, { 1, -1 }, { -1, 1 }, {}
 
---- Returns the matrix product: [..., M, K] times [..., K, N] is [..., M, N]. Leading dimensions broadcast. A vector
---- acts as a row on the left and as a column on the right, and the result lacks this dimension, as in PyTorch.
+--- Returns the matrix product: [..., M, K] times [..., K, N] is [..., M, N]. Leading dimensions broadcast. As in
+--- PyTorch, a vector is used as a row on the left and as a column on the right, and the result does not have this
+--- dimension.
 ---@param b ps.Tensor
 ---@return ps.Tensor
 function T:matmul(b)
@@ -307,14 +313,14 @@ local function dim_bits(t, dims)
   return set
 end
 
--- Checks that a flag is a boolean. Any number, even 0, would count as true in Lua.
+-- Checks that a flag is a boolean. A number is rejected, because any number, even 0, would count as true in Lua.
 local function flag(value, name)
   if value ~= nil then caller.typed(value, "boolean", name) end
   return value
 end
 local function kept(keepdim) return flag(keepdim, "keepdim") and 1 or 0 end
 
---- Returns the sum over some dimensions. Floats are summed in fp32 or fp64, integers in int64.
+--- Returns the sum over some dimensions. Floats are summed in fp32 or fp64, and integers in int64.
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean whether to keep the dimensions with size 1 (default false)
 ---@return ps.Tensor
@@ -334,8 +340,8 @@ function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
--- Returns the largest or smallest elements along dimension d, and their indices. The gradient is that of the elements
--- at these indices.
+-- Returns the largest or smallest elements along dimension d, and their indices. Only the elements at these indices get
+-- a gradient.
 local function selected(x, d, keepdim, extreme, arg)
   if not (x:needs_grad() and scope.grad_enabled()) or x.ndim == 0 then
     return extreme(x, dim_bits(x, d), kept(keepdim)), arg(x, d, kept(keepdim))
@@ -346,8 +352,9 @@ local function selected(x, d, keepdim, extreme, arg)
   return values:squeeze(d), at:squeeze(d)
 end
 
---- Returns the largest element; equal ones share the gradient. With d, returns the largest elements along that
---- dimension, and their indices; only the element at an index gets its gradient.
+--- Returns the largest element. If several elements are the largest, they share the gradient. With d, returns the
+--- largest elements along dimension d and their indices. In that case only the elements at these indices get a
+--- gradient.
 ---@param d? integer|ps.Tensor a dimension, or another tensor: t:max(u) is t:maximum(u)
 ---@param keepdim? boolean
 ---@return ps.Tensor values
@@ -360,8 +367,9 @@ function T:max(d, keepdim)
   end
   return selected(self, d, keepdim, ops.amax, ops.argmax)
 end
---- Returns the smallest element; equal ones share the gradient. With d, returns the smallest elements along that
---- dimension, and their indices; only the element at an index gets its gradient.
+--- Returns the smallest element. If several elements are the smallest, they share the gradient. With d, returns the
+--- smallest elements along dimension d and their indices. In that case only the elements at these indices get a
+--- gradient.
 ---@param d? integer|ps.Tensor a dimension, or another tensor: t:min(u) is t:minimum(u)
 ---@param keepdim? boolean
 ---@return ps.Tensor values
@@ -407,7 +415,8 @@ local TOPK = { dim = "whole", largest = "boolean", sorted = "boolean" }
 
 --- Returns the k largest elements along a dimension in descending order, or the k smallest in ascending order.
 ---@param k integer
----@param d? integer|{dim?: integer, largest?: boolean, sorted?: boolean} default -1; or all further arguments by name
+---@param d? integer|{dim?: integer, largest?: boolean, sorted?: boolean} the dimension (default -1), or a table with
+--- all further arguments by name
 ---@param largest? boolean (default true)
 ---@param sorted? boolean (default true); false does not change the order
 ---@return ps.Tensor values of this shape, with k in dimension d
@@ -432,15 +441,15 @@ function T:topk(k, d, largest, sorted)
   values, indices = ops.topk(self:transpose(d, -1):contiguous(), k)
   return values:transpose(d, -1), indices:transpose(d, -1)
 end
--- Converts t for sums. Half types are summed in fp32, as in PyTorch, because squares of fp16 numbers overflow from 256
--- on. Integers are also summed in fp32.
+-- Converts t for sums. Half types are summed in fp32, as in PyTorch, because squares of fp16 numbers of 256 or more
+-- overflow. Integers are also summed in fp32.
 local function widened(t)
   local wide = t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64
   return wide and t or t:to("fp32"), FLOAT[t.dtype_] and t.dtype_ or C.PS_F32
 end
 local function narrowed(t, dtype) return t.dtype_ == dtype and t or ops.cast(t, dtype) end
 
--- Returns the square root. The gradient is 0 where the root is 0, a subgradient of a norm at its minimum.
+-- Returns the square root. Where the root is 0, the gradient is 0, which is a subgradient of a norm at its minimum.
 local function root(t)
   if not (t:needs_grad() and scope.grad_enabled()) then return ops.sqrt(t) end
   local zero = t:eq(0)
@@ -449,8 +458,9 @@ end
 
 local function rest_of_mean(x, mean, dims) return (x - mean):mean(dims, true) end
 
--- Returns the variance, or with root = 1 its square root, over all dimensions or the last one. Returns nil if only
--- other ops compute it: for a gradient, over other dimensions, or on a device that is not a host.
+-- Returns the variance over all dimensions or over the last dimension, computed by one op. If root_of is 1, returns the
+-- square root of the variance. Returns nil if the op cannot be used: if a gradient is needed, for other dimensions, and
+-- on a device that does not use host memory.
 local function host_variance(x, dims, unbiased, keepdim, root_of)
   if not (is_tensor(x) and FLOAT[x.dtype_] and native.on_host(x)) or x:needs_grad() and scope.grad_enabled() then
     return nil
@@ -464,7 +474,7 @@ end
 local function variance(self, dims, unbiased, keepdim)
   if not FLOAT[self.dtype_] then error("var and std take a float tensor; convert with :float()") end
   local x = widened(self)
-  -- `rest` is the rounding error of the mean. Equal elements differ from the mean only by it.
+  -- `rest` is the rounding error of the mean. If all elements are equal, they differ from the mean only by this error.
   local mean = x:mean(dims, true)
   local rest = scope.no_grad(rest_of_mean, x, mean, dims)
   local total = (x - (mean + rest)):square():sum(dims, keepdim)
@@ -473,23 +483,24 @@ local function variance(self, dims, unbiased, keepdim)
 end
 --- Returns the variance over some dimensions. The elements must be floats.
 ---@param dims? integer|integer[] (default: all)
----@param unbiased? boolean divides by n - 1 if true (the default), else by n
+---@param unbiased? boolean whether to divide by n - 1 (the default) instead of n
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:var(dims, unbiased, keepdim)
   return host_variance(self, dims, unbiased, keepdim, 0) or
     narrowed(variance(self, dims, unbiased, keepdim), self.dtype_)
 end
---- Returns the standard deviation over some dimensions of floats. If all elements are equal, its gradient is 0.
+--- Returns the standard deviation over some dimensions. The elements must be floats. If all elements are equal, the
+--- gradient is 0.
 ---@param dims? integer|integer[] (default: all)
----@param unbiased? boolean divides by n - 1 if true (the default), else by n
+---@param unbiased? boolean whether to divide by n - 1 (the default) instead of n
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:std(dims, unbiased, keepdim)
   return host_variance(self, dims, unbiased, keepdim, 1) or
     narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_)
 end
---- Returns whether any element is not 0, over some dimensions.
+--- Returns whether any element is not 0. The test is made over some dimensions.
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor bool
@@ -498,7 +509,7 @@ function T:any(dims, keepdim)
   if self.dtype_ == C.PS_BOOL then return ops.amax(self, dim_bits(self, dims), kept(keepdim)) end
   return ops.logical_not(ops.amin(ops.logical_not(self), dim_bits(self, dims), kept(keepdim)))
 end
---- Returns whether no element is 0, over some dimensions.
+--- Returns whether no element is 0. The test is made over some dimensions.
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor bool
@@ -507,7 +518,7 @@ function T:all(dims, keepdim)
   if self.dtype_ == C.PS_BOOL then return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
   return ops.logical_not(ops.amax(ops.logical_not(self), dim_bits(self, dims), kept(keepdim)))
 end
---- Returns exp(x) divided by its sum along dimension d.
+--- Returns exp(x) divided by the sum of exp(x) along dimension d.
 ---@param d? integer (default -1)
 ---@return ps.Tensor of this shape
 function T:softmax(d) return M.along_last(ops.softmax, self, d) end
@@ -515,7 +526,7 @@ function T:softmax(d) return M.along_last(ops.softmax, self, d) end
 ---@param d? integer (default -1)
 ---@return ps.Tensor of this shape
 function T:log_softmax(d) return M.along_last(ops.log_softmax, self, d) end
---- Applies an op that works on the last dimension along dimension d.
+--- Applies an op along dimension d. The op itself works along the last dimension.
 function M.along_last(op, t, d)
   d = dim_index(t, d or -1)
   if d == t.ndim - 1 then return op(t) end
@@ -523,8 +534,8 @@ function M.along_last(op, t, d)
 end
 
 -- -- in place -------------------------------------------------------------------------------------------------------
---- Sets every element, in place.
----@param v number the value, which an integer type must be able to hold
+--- Sets every element to a number, in place.
+---@param v number the number; if this tensor has an integer type, the number must be in its range
 ---@return ps.Tensor self
 function T:fill_(v)
   if v == nil then error("fill_ needs a number") end
@@ -538,9 +549,9 @@ function T:zero_()
   ops.fill_(self, 0)
   return self
 end
---- Overwrites the values, in place.
----@param src ps.Tensor of a shape that broadcasts to this one; its type and device may differ
----@param non_blocking? boolean accepted for scripts written for PyTorch; it has no effect on the values
+--- Replaces the values, in place.
+---@param src ps.Tensor of a shape that broadcasts to this tensor's shape; its type and device may differ
+---@param non_blocking? boolean accepted for scripts written for PyTorch; has no effect on the values
 ---@return ps.Tensor self
 function T:copy_(src, non_blocking)
   flag(non_blocking, "copy_: non_blocking")
@@ -548,7 +559,8 @@ function T:copy_(src, non_blocking)
   ops.copy_(self, src)
   return self
 end
--- Raises the error about a write in place that would change the type: integer tensors accept no fractions or quotients.
+-- Raises the error about a write in place that would change the type. Integer tensors cannot hold fractions or
+-- quotients.
 local function refuse_in_place(t, what, call)
   error(("%s: %s with a tensor of %s, which cannot hold the result; write t = t:float(), or t = an expression of t")
     :format(call, what, t:dtype()))
@@ -560,7 +572,7 @@ end
 
 local NAMES = { "x", "the tensor" }
 
--- Checks a write in place: it must not need a gradient, and x, which the result combines with t, must fit t's type and
+-- Checks a write in place. The write must not need a gradient. The result combines t with x, so x must fit t's type and
 -- shape.
 local function check_in_place(t, x, call)
   if type(x) ~= "number" and caller.tensor(x, call, "x") == nil then error(call .. ": x is missing") end
@@ -618,7 +630,8 @@ function T:div_(x)
   ops.copy_(self, self / x)
   return self
 end
---- Draws normally distributed numbers, in place, by the Box-Muller method from Philox counters (ps.manual_seed).
+--- Sets the elements to normally distributed numbers, in place. The Box-Muller method computes them from Philox
+--- counters (ps.manual_seed).
 ---@param mean? number (default 0)
 ---@param std? number at least 0 (default 1)
 ---@return ps.Tensor self
@@ -628,7 +641,8 @@ function T:normal_(mean, std)
   end
   return alone(self, ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)))
 end
---- Draws uniform numbers in [low, high), in place, from Philox counters (ps.manual_seed).
+--- Sets the elements to uniformly distributed numbers in [low, high), in place. They are computed from Philox counters
+--- (ps.manual_seed).
 ---@param low? number (default 0)
 ---@param high? number at least low (default 1)
 ---@return ps.Tensor self

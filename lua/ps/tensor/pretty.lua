@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Prints values at the prompt: nested tables with sorted keys, quoted strings, and tensors as shape, type, device and a
--- corner of their values. Printing never raises an error: a dropped tensor, a cycle or a failing __tostring is shown as
--- such.
+-- Prints values at the prompt. The keys of nested tables are sorted, and strings are quoted. Of a tensor, the shape,
+-- type, device and a corner of its values are printed. Printing never raises an error. Instead, it shows that a tensor
+-- was dropped, that a table contains itself, or that __tostring failed.
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 local C = ffi.C
@@ -84,15 +84,15 @@ local function positions(n, edge)
   return list
 end
 
--- Returns the value of an int64 element that a double cannot hold, as text.
+-- Returns the value of an int64 element as text, for a value that a double cannot hold.
 local function exact(element)
   local value = ffi.new "int64_t[1]"
   if C.ps_tensor_read(element:contiguous(), value, 8) < 0 then return element:item() end
   return (tostring(value[0]):gsub("LL$", ""))
 end
 
---- Returns the values to show of a tensor in device memory, in order. Each run of a row is copied separately, so that a
---- large tensor needs neither host memory for its bytes nor more device memory.
+--- Returns the values to show for a tensor in device memory, in order. Each run of elements in a row is copied
+--- separately, so that a large tensor needs neither host memory for all its data nor further device memory.
 ---@param t ps.Tensor
 ---@param edge integer
 ---@return (number|string)[]
@@ -130,10 +130,10 @@ end
 
 local on_host = { cpu = true, ref = true }
 
---- Reads the elements to show. Returns a nested list of numbers, in which false stands for omitted elements.
+--- Reads the elements to show. Returns them as nested lists of numbers, in which false represents omitted elements.
 ---@param t ps.Tensor
 ---@return table|nil values
----@return (number|string)[] flat all numbers that were read; one that a double cannot hold is a text
+---@return (number|string)[] flat all numbers that were read, in order; a number that a double cannot hold is a text
 local function read_corner(t)
   local ndim, strides, edge = t.ndim, {}, EDGE + 1
   repeat
@@ -178,7 +178,7 @@ end
 
 local kinds = { bool = "bool", int32 = "int", int64 = "int", uint8 = "int" }
 
---- Selects one format for all numbers of a tensor, so that columns line up.
+--- Selects one format for all numbers of a tensor, so that the columns are aligned.
 ---@param flat number[]
 ---@param kind string
 ---@return fun(x: number): string
@@ -333,7 +333,7 @@ local OPTIONS = { width = "number", depth = "number", items = "number", total = 
 
 local TIER_COLORS = { device = 32, host = 33, disk = 35 }
 
--- Shows a table's heading in bold, and each tier in its colour.
+-- Colors the text of a table: the heading is bold, and the name of each tier has its color.
 local function colored(text)
   local heading, rows = text:match "^([^\n]*)(.*)$"
   rows = rows:gsub("%f[%w](%l+)%f[%W]", function(word)

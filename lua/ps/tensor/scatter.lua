@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods that read and write elements of tensors at indices along a dimension, or under a mask. Methods that make a
--- new tensor have gradients. Methods in place, whose names end in _, reject tensors that need a gradient.
+-- Methods that read and write elements of tensors. The elements are selected by indices along a dimension or by a mask.
+-- Methods that return a new tensor have gradients. Methods whose names end in _ work in place and reject tensors that
+-- need a gradient.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -19,8 +20,8 @@ local function given(t, call, name)
   return caller.tensor(t, call, name) or error(("%s: %s is missing"):format(call, name))
 end
 
--- Drops the dimensions after d of an index that is expanded along all of them. The shorter index selects whole slices,
--- which is faster.
+-- Shortens an index that is the same along all dimensions after d because it was expanded. Drops these dimensions. The
+-- shorter index selects whole slices, which is faster.
 local function shortened(x, d, idx)
   if idx.ndim ~= x.ndim or d == idx.ndim - 1 then return idx end
   local expanded = false
@@ -35,7 +36,7 @@ local function shortened(x, d, idx)
   return idx
 end
 
--- Checks d and the index. Returns d, counted from 0, and the index.
+-- Checks d and the index. Returns d as an index counted from 0, and the index.
 local function along(x, d, idx, call)
   d = dim_index(x, d)
   if given(idx, call, "the index").ndim ~= x.ndim then
@@ -45,8 +46,8 @@ local function along(x, d, idx, call)
   return d, shortened(x, d, idx)
 end
 
--- Returns the part of src that an index uses; src may be larger, as in PyTorch. A number becomes a tensor of the
--- index's shape.
+-- Returns the part of src that an index uses. As in PyTorch, src may be larger than the index. A number becomes a
+-- tensor of the index's shape.
 local function part_for(x, idx, src, call)
   if type(src) == "number" then
     return create.full(idx:shape(), src, { dtype = x:dtype(), device = x:device() })
@@ -69,8 +70,8 @@ local function part_for(x, idx, src, call)
   return src
 end
 
---- Picks elements along dimension d: y[i][j].. is the element of x at the same coordinates, except that coordinate d is
---- idx[i][j]...
+--- Picks elements along dimension d. The element y[i][j].. is an element of x. Its coordinates are i, j and so on,
+--- except that coordinate d is idx[i][j]...
 ---@param d integer
 ---@param idx ps.Tensor integers, with x's number of dimensions
 ---@return ps.Tensor of idx's shape
@@ -79,7 +80,8 @@ function T:gather(d, idx)
   return ops.gather(self, short, at)
 end
 
---- Returns a copy of x in which src is added to the elements that gather(d, idx) would read, in row-major order of src.
+--- Returns a copy of x. To the elements that gather(d, idx) would read, the elements of src are added in row-major
+--- order.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -91,12 +93,12 @@ end
 
 local SCATTER = { add = "scatter_add", multiply = "prod" }
 
---- Returns a copy of x in which src replaces the elements that gather(d, idx) would read. If several elements of src
---- have one target, the last in row-major order is written, and the gradient of the others is 0.
+--- Returns a copy of x. The elements of src replace the elements that gather(d, idx) would read. If several elements of
+--- src have the same target, the last one in row-major order is written, and the gradient of the others is 0.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
----@param reduce? "add"|"multiply" combines src with the elements; "multiply" has no gradient
+---@param reduce? "add"|"multiply" combines src with the elements instead of replacing them; "multiply" has no gradient
 ---@return ps.Tensor of x's shape
 function T:scatter(d, idx, src, reduce)
   if reduce ~= nil then
@@ -108,18 +110,19 @@ function T:scatter(d, idx, src, reduce)
   return ops.scatter(self, short, part_for(self, idx, src, "scatter"), at)
 end
 
--- code of scatter_reduce's attribute, and the neutral element of the operation
+-- For each operation: the code of scatter_reduce's attribute, and the operation's neutral element.
 local REDUCE = { sum = { nil, 0 }, mean = { nil, 0 }, amax = { 0, -math.huge }, amin = { 1, math.huge },
   prod = { 2, 1 } }
 
---- Returns a copy of x in which elements of src are combined with the elements that gather(d, idx) would read. Under
---- amax and amin, equal elements share the gradient. prod has no gradient.
+--- Returns a copy of x. The elements that gather(d, idx) would read are combined with the elements of src. With amax
+--- and amin, equal elements share the gradient. prod has no gradient.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
 ---@param reduce "sum"|"mean"|"amax"|"amin"|"prod"
----@param include_self? boolean (default true); with false, an element of x does not count if any element of src is
---- combined with it, and has no share of the gradient (PyTorch drops a share if such an element equals the result)
+---@param include_self? boolean (default true); with false, elements of src replace an element of x instead of being
+--- combined with it, and this element gets no share of the gradient. (PyTorch loses a share if such an element equals
+--- the result)
 ---@return ps.Tensor of x's shape
 function T:scatter_reduce(d, idx, src, reduce, include_self)
   local call = "scatter_reduce"
@@ -151,7 +154,8 @@ function T:scatter_reduce(d, idx, src, reduce, include_self)
   return sum / count
 end
 
--- Returns x as [outer, size, inner] around dimension d, the index, and the shape that a source must have.
+-- Returns x as [outer, size, inner], where `size` is the size of dimension d. Also returns the index and the shape that
+-- a source must have.
 local function rows_along(x, d, idx, call)
   d = dim_index(x, d)
   if given(idx, call, "the index").ndim > 1 then
@@ -166,7 +170,7 @@ local function rows_along(x, d, idx, call)
   return x:reshape(outer, shape[d + 1], inner), flat:reshape(1, -1):expand(outer, n), 1, whole, d
 end
 
--- Returns src as slices of x at n indices of dimension d, in the shape from rows_along.
+-- Returns src as n slices of x along dimension d, in the shape that rows_along returned.
 local function part_along(x, d, n, src, shape, call)
   if type(src) == "number" then return create.full(shape, src, { dtype = x:dtype(), device = x:device() }) end
   local want = x:shape()
@@ -198,11 +202,11 @@ end
 
 local ALPHA = { alpha = "number" }
 
---- Returns a copy of x to which slices of src are added: alpha times slice n is added to the slice at index idx[n] of
---- dimension d, in the order of n.
+--- Returns a copy of x to which slices of src are added. alpha times slice n of src is added to the slice at index
+--- idx[n] of dimension d, in the order of n.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
----@param src ps.Tensor of x's shape, with N in dimension d
+---@param src ps.Tensor of x's shape, except that dimension d has the size N
 ---@param alpha? number|{alpha?: number} default 1
 ---@return ps.Tensor of x's shape
 function T:index_add(d, idx, src, alpha)
@@ -211,11 +215,11 @@ function T:index_add(d, idx, src, alpha)
   return put_along(ops.scatter_add, self, d, idx, given(src, "index_add", "the source"), "index_add")
 end
 
---- Returns a copy of x in which slice n of src replaces the slice at index idx[n] of dimension d. If indices are equal,
---- the last slice is used.
+--- Returns a copy of x in which slice n of src replaces the slice at index idx[n] of dimension d. If several indices
+--- are equal, the last slice is used.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
----@param src ps.Tensor of x's shape, with N in dimension d
+---@param src ps.Tensor of x's shape, except that dimension d has the size N
 ---@return ps.Tensor of x's shape
 function T:index_copy(d, idx, src)
   return put_along(ops.scatter, self, d, idx, given(src, "index_copy", "the source"), "index_copy")
@@ -236,11 +240,11 @@ function T:index_fill(d, idx, value)
   return put_along(ops.scatter, self, d, idx, value, "index_fill")
 end
 
---- Returns a copy of x with a value at the elements that x[key] reads. Gradients reach both x and the value. If a key
---- selects one element several times, the last value in row-major order is used.
+--- Returns a copy of x in which a value replaces the elements that x[key] reads. Gradients reach both x and the value.
+--- If a key selects an element several times, the last value in row-major order is used.
 ---@param key number|ps.Tensor|table as in x[key]
 ---@param value number|ps.Tensor of x's type, and of a shape that broadcasts to the shape of x[key]
----@param accumulate? boolean (default false); true adds all values to the elements
+---@param accumulate? boolean (default false); with true, all values are added to the elements
 ---@return ps.Tensor of x's shape
 function T:index_put(key, value, accumulate) return indexing.put(self, key, value, accumulate) end
 
@@ -261,7 +265,7 @@ end
 
 --- Returns a copy in which a number replaces the elements where a mask is true.
 ---@param mask ps.Tensor bool, of this shape or a shape that broadcasts to it
----@param value number|ps.Tensor a number, or a tensor without dimensions, which gets a gradient
+---@param value number|ps.Tensor a number, or a tensor without dimensions, which can get a gradient
 ---@return ps.Tensor
 function T:masked_fill(mask, value)
   mask_of(self, mask, "masked_fill")
@@ -311,8 +315,8 @@ local SHOWN = { index_put = "index_put(key, value)", scatter = "scatter(d, index
   scatter_reduce = "scatter_reduce(d, index, src, reduce)" }
 
 for name, instead in pairs(SHOWN) do
-  --- Performs the method without the trailing _, but writes into the tensor. An error if the tensor or a source
-  --- requires a gradient.
+  --- Performs the method without the trailing _, and writes the result into this tensor. Raises an error if this tensor
+  --- or a source requires a gradient.
   ---@param a any
   ---@param b? any
   ---@param c? any
@@ -327,10 +331,10 @@ for name, instead in pairs(SHOWN) do
   end
 end
 
---- Writes a value to the elements that x[key] reads, like x[key] = value.
+--- Writes a value to the elements that x[key] reads. Does the same as x[key] = value.
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
----@param accumulate? boolean (default false); true adds the value to the elements
+---@param accumulate? boolean (default false); with true, the value is added to the elements
 ---@return ps.Tensor self
 function T:index_put_(key, value, accumulate)
   if not accumulate then
@@ -343,12 +347,12 @@ function T:index_put_(key, value, accumulate)
 end
 
 local scatter_in_place = T.scatter_
---- Writes src to the elements that gather(d, idx) would read. If several elements of src have one target, the last is
---- written.
+--- Writes src to the elements that gather(d, idx) would read. If several elements of src have the same target, the last
+--- one is written.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
----@param reduce? "add"|"multiply" combines src with the elements
+---@param reduce? "add"|"multiply" combines src with the elements instead of replacing them
 ---@return ps.Tensor self
 function T:scatter_(d, idx, src, reduce)
   if reduce ~= nil or not self:is_contiguous() then return scatter_in_place(self, d, idx, src, reduce) end

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Numbers segments for dropout: rows [B, T] can contain several sequences. While a part of a model computes rows with
--- segments, each segment is a separate sample. A sequence then has the masks of a batch that contains only this
--- sequence (src/base/philox.h). Attention uses the same numbers, and gets the segments as its mask.
+-- Numbers segments for dropout. A row of [B, T] can contain several sequences, which are called segments. While a part
+-- of a model computes rows with segments, each segment is a separate sample. A sequence then has the same dropout masks
+-- as in a batch that contains only this sequence (src/base/philox.h). Attention uses the same numbers. It gets the
+-- segments as its mask.
 local create = require "ps.tensor.create"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"
@@ -9,16 +10,16 @@ local tensors = require "ps.tensor"
 
 local segments = {}
 
-local STRIDE = 0x9E3779B1              -- of ps_segment_sample in src/base/philox.h
+local STRIDE = 0x9E3779B1              -- the constant of ps_segment_sample in src/base/philox.h
 
--- the segments of the rows that a part of a model is computing, or false
+-- The segments of the rows that a part of a model is computing now. False if the rows have no segments.
 local now = { segments = false }
 function now:state() return { segments = self.segments } end
 function now:restore(state) self.segments = state.segments end
 scope.carry_state(now)                 -- so that a recomputed part draws the same masks
 hooks.on("begins", function() now.segments = false end)                  -- a part may have failed in the previous step
 
---- Returns the first position of each position's segment. A segment is a run of equal numbers.
+--- Returns for each position the first position of its segment. A segment is a run of equal numbers.
 ---@param given ps.Tensor int [B, T]
 ---@return ps.Tensor fp32 [B, T]
 function segments.begins(given)
@@ -27,12 +28,12 @@ function segments.begins(given)
   local begins = tensors.cat({ create.ones({ B, 1 }, { device = device }), differs }, 1)
   local at = create.arange(0, T, 1, { device = device }):reshape(1, T)
   local run = begins:cumsum(1)
-  -- Tokens that do not begin a run are added to column 0, which is never read.
+  -- A token that does not begin a run is added to column 0, which is never read.
   local starts = create.zeros({ B, T + 1 }, { device = device }):scatter_add(1, (run * begins):to "int64", at * begins)
   return starts:gather(1, run:to "int64")
 end
 
--- Returns the index of each position for dropout, with T positions per sample: int64 [B T].
+-- Returns the index of each position for dropout, as int64 [B T]. There are T indices per sample.
 local function numbers(given)
   local B, T, device = given:size(0), given:size(1), given:device()
   local function range(n) return create.arange(0, n, 1, { dtype = "fp64", device = device }) end
@@ -42,10 +43,10 @@ local function numbers(given)
   return (sample * T + range(T):reshape(1, T) - begin):to("int64"):reshape(B * T)
 end
 
---- Returns the positions of x's rows in their segments, for the op `dropout`. Returns `part` if the part of the model
---- that is being computed has no segments, or if x has no row for each position.
----@param x ps.Tensor [B, T, C] or [B T, C], or a part of it
----@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} which rows of the whole tensor x has
+--- Returns the positions of x's rows in their segments, for the op `dropout`. Returns `part` in two cases: if the rows
+--- that the model is computing have no segments, or if x does not have one row for each position.
+---@param x ps.Tensor [B, T, C] or [B T, C], or a part of such a tensor
+---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} which rows of the whole tensor x contains
 ---@return {first?: integer, rows?: ps.Tensor, per_sample: integer}?
 function segments.part(x, part)
   local given = now.segments
@@ -67,7 +68,7 @@ local function leave(was, ...)
   return ...
 end
 
---- Wraps the parts of a model (nn/parts.lua), so that their dropout numbers the segments in the batch's mask.
+--- Wraps the parts of a model (nn/parts.lua). Their dropout then numbers the segments in the mask of the batch.
 ---@param list ps.nn.Part[]
 ---@return ps.nn.Part[] list
 function segments.parts(list)

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Windows, diagonals, grids and other shapes, products with an addend, and methods in place, made of other ops.
+-- Windows, diagonals, grids and other shapes, products with an addend, and methods that work in place. They call other
+-- ops.
 local array = require "ps.core.array"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -19,9 +20,9 @@ local function given(t, call, name)
 end
 
 -- -- dimensions -----------------------------------------------------------------------------------------------------
---- Moves dimensions to other positions. The others keep their order. The result is a view.
+--- Moves dimensions to other positions. The other dimensions keep their order. The result is a view.
 ---@param from integer|integer[]
----@param to integer|integer[] as many as `from`
+---@param to integer|integer[] the new positions, one for each dimension in `from`
 ---@return ps.Tensor
 function T:movedim(from, to)
   if type(from) == "number" and type(to) == "number" and self.ndim == 2 and
@@ -51,16 +52,17 @@ T.swapaxes, T.swapdims = T.transpose, T.transpose
 ---@param other ps.Tensor
 ---@return ps.Tensor
 function T:reshape_as(other) return self:reshape(given(other, "reshape_as", "the other tensor"):shape()) end
---- Returns a view of the same bytes in the shape of another tensor. An error if reshape_as would have to copy.
+--- Returns a view of the same data in the shape of another tensor. Raises an error if reshape_as would have to copy.
 ---@param other ps.Tensor
 ---@return ps.Tensor
 function T:view_as(other) return self:view(given(other, "view_as", "the other tensor"):shape()) end
 
---- Returns all windows of a size along dimension d. The result is a copy; PyTorch's is a view.
+--- Returns all windows of a size along dimension d. The result is a copy. (PyTorch's result is a view.)
 ---@param d integer
----@param size integer of a window
----@param step integer from the start of a window to the start of the next one
----@return ps.Tensor with the number of windows as dimension d, and `size` as an additional last dimension
+---@param size integer size of a window
+---@param step integer distance from the start of a window to the start of the next window
+---@return ps.Tensor with the number of windows as the size of dimension d, and with an additional last dimension of
+--- size `size`
 function T:unfold(d, size, step)
   d = dim_index(self, d)
   caller.whole(size, "unfold: the size", 1)
@@ -74,8 +76,8 @@ function T:unfold(d, size, step)
   return self:index_select(d, index):movedim(d + 1, -1)
 end
 
---- Returns the diagonal of two dimensions as the last dimension. The result is a copy; PyTorch's is a view.
----@param offset? integer 0 is the main diagonal, positive offsets are above it
+--- Returns the diagonal of two dimensions as the last dimension. The result is a copy. (PyTorch's result is a view.)
+---@param offset? integer 0 is the main diagonal, and positive offsets are above it
 ---@param dim1? integer (default 0)
 ---@param dim2? integer (default 1)
 ---@return ps.Tensor without dim1 and dim2, and with the diagonal as an additional last dimension
@@ -116,13 +118,13 @@ end
 
 local int64_array, INDICES = array "int64_t", { dtype = "int64", device = "cpu" }
 
--- The columns of row i in a triangle are first_of to last_of - 1.
+-- The columns of row i that are in a triangle are first_of to last_of - 1.
 local function first_of(i, offset, upper) return upper == 1 and math.max(0, i + offset) or 0 end
 local function last_of(i, columns, offset, upper)
   return upper == 1 and columns or math.max(0, math.min(columns, i + offset + 1))
 end
 
--- Returns the coordinates of the elements of a triangle, as two rows.
+-- Returns the coordinates of the elements of a triangle, as a tensor with two rows.
 local function triangle_indices(call, rows, columns, offset, upper)
   caller.whole(rows, call .. ": the rows", 0)
   caller.whole(columns, call .. ": the columns", 0)
@@ -155,9 +157,9 @@ function M.triu_indices(rows, columns, offset) return triangle_indices("ps.triu_
 local GRID = { indexing = "string" }
 local INDEXING = { ij = true, xy = true }
 
---- Returns the coordinates of a grid: result i has the elements of vector i along dimension i, and is constant along
---- the others. The results are views.
----@param vectors ps.Tensor[] of one dimension each
+--- Returns the coordinates of a grid. Result i has the elements of vector i along dimension i, and is constant along
+--- all other dimensions. The results are views.
+---@param vectors ps.Tensor[] vectors, each of one dimension
 ---@param options? {indexing?: "ij"|"xy"} "xy" exchanges the first two dimensions of the results (default "ij")
 ---@return ps.Tensor ... one for each vector
 function M.meshgrid(vectors, options)
@@ -182,11 +184,11 @@ end
 
 -- -- arithmetic -----------------------------------------------------------------------------------------------------
 T.clip = T.clamp
---- Returns the larger of this tensor and a bound.
+--- Returns the maximum of each element and a bound.
 ---@param low number
 ---@return ps.Tensor
 function T:clamp_min(low) return self:clamp(caller.typed(low, "number", "clamp_min: the bound")) end
---- Returns the smaller of this tensor and a bound.
+--- Returns the minimum of each element and a bound.
 ---@param high number
 ---@return ps.Tensor
 function T:clamp_max(high) return self:clamp(nil, caller.typed(high, "number", "clamp_max: the bound")) end
@@ -233,7 +235,7 @@ for _, name in ipairs { "addmm", "baddbmm", "addmv" } do
   --- Returns beta times this tensor plus alpha times the product of a and b.
   ---@param a ps.Tensor
   ---@param b ps.Tensor
-  ---@param options? {alpha?: number, beta?: number} default 1; with beta 0 this tensor is not used
+  ---@param options? {alpha?: number, beta?: number} default 1; if beta is 0, the values of this tensor are not used
   ---@return ps.Tensor
   T[name] = function(self, a, b, options)
     options = caller.options(options, name, FACTORS)
@@ -244,7 +246,7 @@ for _, name in ipairs { "addmm", "baddbmm", "addmv" } do
   end
 end
 
---- Returns the sum of the products of the elements of two vectors.
+--- Multiplies the elements of two vectors, and returns the sum of the products.
 ---@param other ps.Tensor [N]
 ---@return ps.Tensor of 0 dimensions
 function T:dot(other)
@@ -287,7 +289,7 @@ function T:diff(n, d)
 end
 
 for name, factor in pairs { log2 = 1 / math.log(2), log10 = 1 / math.log(10) } do
-  --- Returns the logarithm; the method's name gives the base.
+  --- Returns the logarithm of each element. The name of the method gives the base.
   ---@return ps.Tensor
   T[name] = function(self) return ops.affine(ops.log(self), factor, -0.0) end
 end
@@ -301,8 +303,8 @@ local SHOWN = { lerp = "lerp(stop, weight)", clamp = "clamp(low, high)", clip = 
   nan_to_num = "nan_to_num()", square = "square()" }
 
 for name, instead in pairs(SHOWN) do
-  --- Performs the method without the trailing _, and writes the result into this tensor. An error if the tensor or an
-  --- argument requires a gradient, or if the result has another type or shape.
+  --- Performs the method without the trailing _, and writes the result into this tensor. Raises an error if this tensor
+  --- or an argument requires a gradient, or if the result has another type or shape.
   ---@param a? any
   ---@param b? any
   ---@param c? any

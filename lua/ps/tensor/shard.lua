@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Describes how the ranks of tensor parallelism store a parameter: cut along one dimension, with an equal part (a
--- shard) on each rank, or whole on every rank. From it, files, engine and layers find a rank's values in the whole
--- tensor.
+-- Describes how the ranks of tensor parallelism store a parameter. It is either whole on every rank, or cut along one
+-- dimension into equal parts, one on each rank. Such a part is called a shard. With the description, files, the engine
+-- and layers find a rank's values in the whole tensor.
 --
--- A dimension may consist of several equal blocks, like GPT-2's queries, keys and values in one weight. Each block is
--- then cut, and a rank has its part of each. A dimension that the number of ranks does not divide (a vocabulary) may be
--- padded at its end. The last shards contain the padding; files never do.
+-- A dimension may consist of several equal blocks, such as the queries, keys and values in one weight of GPT-2. In that
+-- case each block is cut, and a rank has its part of each block. If the number of ranks does not divide a dimension (of
+-- a vocabulary, for example), the dimension may be padded at its end. The last shards contain the padding. Files never
+-- contain it.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -14,25 +15,25 @@ local error = caller.error
 local shard = {}
 
 ---@class ps.nn.Shard
----@field dim integer the dimension that is cut, from 0
----@field blocks integer number of blocks of the cut dimension, each of which is cut
----@field index integer index of the rank that has this shard, from 0
+---@field dim integer the dimension that is cut, counted from 0
+---@field blocks integer number of blocks in this dimension; each block is cut
+---@field index integer index of the rank that has this shard, counted from 0
 ---@field count integer number of ranks
 ---@field full_shape integer[] shape of the whole tensor, without padding
----@field padded? integer number of elements of padding at the end of the dimension, over all ranks
+---@field padded? integer total number of elements of padding at the end of the dimension, over all ranks
 
 ---@class ps.nn.Shard.Piece a rectangle of the whole tensor
----@field offset integer[] index of its first element in the whole tensor
+---@field offset integer[] coordinates of its first element in the whole tensor
 ---@field shape integer[]
----@field at integer[] index of its first element in this rank's shard
+---@field at integer[] coordinates of its first element in this rank's shard
 
-local descriptions = setmetatable({}, { __mode = "k" })     -- shard descriptions by parameter
+local descriptions = setmetatable({}, { __mode = "k" })     -- description of each parameter's shard
 local partial = setmetatable({}, { __mode = "k" })          -- parameters whose gradients are summed over ranks
 
 local OPTIONS = { dim = "whole", blocks = "whole", index = "whole", count = "whole", full_shape = "table",
   padded = "whole" }
 
--- Returns the number of elements of the cut dimension per rank and block.
+-- Returns the number of elements that each rank has of each block of the cut dimension.
 local function run_of(desc)
   return (desc.full_shape[desc.dim + 1] + (desc.padded or 0)) / desc.blocks / desc.count
 end
@@ -63,7 +64,7 @@ function shard.new(given, name)
   return desc
 end
 
---- Returns the shape of a rank's shard, including padding.
+--- Returns the shape of a rank's shard. The shape includes padding.
 ---@param desc ps.nn.Shard
 ---@return integer[]
 function shard.shape(desc)
@@ -72,7 +73,8 @@ function shard.shape(desc)
   return shape
 end
 
---- Returns the rectangles of the whole tensor that a rank holds, in order. A shard of only padding has none.
+--- Returns the rectangles of the whole tensor that a rank holds, in order. If a shard consists only of padding, the
+--- list is empty.
 ---@param desc ps.nn.Shard
 ---@return ps.nn.Shard.Piece[]
 function shard.pieces(desc)
@@ -91,7 +93,7 @@ function shard.pieces(desc)
   return list
 end
 
---- Returns a rank's shard of a whole tensor, as a copy. Padding is 0.
+--- Returns a copy of a rank's shard of a whole tensor. The padding is 0.
 ---@param desc ps.nn.Shard
 ---@param whole ps.Tensor of desc.full_shape
 ---@return ps.Tensor
@@ -108,8 +110,8 @@ function shard.of_whole(desc, whole)
 end
 
 --- Joins the shards of all ranks into the whole tensor.
----@param desc ps.nn.Shard of any rank
----@param shards ps.Tensor[] by rank, from 1
+---@param desc ps.nn.Shard the description of any rank's shard
+---@param shards ps.Tensor[] the shards, by rank + 1
 ---@return ps.Tensor
 function shard.join(desc, shards)
   local whole, d = create.empty(desc.full_shape, { dtype = shards[1]:dtype(), device = shards[1]:device() }), desc.dim
@@ -153,8 +155,8 @@ function shard.whole_numel(parameter)
   return n
 end
 
---- Marks a parameter that every rank holds as a whole but applies to other inputs. Its gradient is the sum over all
---- ranks.
+--- Marks a parameter that is whole on every rank, but that each rank applies to other inputs. The gradient of such a
+--- parameter is the sum over all ranks.
 ---@param parameter ps.Tensor
 ---@return ps.Tensor parameter
 function shard.set_partial(parameter)
@@ -167,7 +169,7 @@ end
 ---@return boolean
 function shard.is_partial(parameter) return partial[parameter] == true end
 
---- Moves the description and the mark of a parameter to its replacement.
+--- Moves the description and the mark of a parameter to the parameter that replaces it.
 ---@param from ps.Tensor
 ---@param to ps.Tensor
 function shard.move(from, to) descriptions[to], partial[to] = descriptions[from], partial[from] end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small functions of tensors, made of others: products, comparisons of whole tensors, diagonals.
+-- Small functions of tensors that call other ops: products, comparisons of whole tensors, diagonals.
 local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -14,8 +14,8 @@ local T = tensor.T
 
 local FLOAT = native.FLOAT
 
--- Returns fn's result for a tensor, computed in fp32, fp64 or int64 and converted to the tensor's type. For integers it
--- stays int64.
+-- Converts a tensor to fp32 or int64 if it has a narrower type, and calls fn. The result of a half type is converted
+-- back to that type. The result of an integer type stays int64.
 local function wide(t, fn, ...)
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 or t.dtype_ == C.PS_I64 then return fn(t, ...) end
   if FLOAT[t.dtype_] then return ops.cast(fn(ops.cast(t, C.PS_F32), ...), t.dtype_) end
@@ -23,9 +23,9 @@ local function wide(t, fn, ...)
 end
 
 -- -- products -------------------------------------------------------------------------------------------------------
--- Returns the product along dimension d. Multiplies one half by the other, so that an element's gradient is the product
--- of the others, even if some are 0. Without gradients, the op `prod` multiplies in the same order; only host devices
--- have a kernel for it.
+-- Returns the product along dimension d. In each step, one half of the elements is multiplied by the other half. The
+-- gradient of an element is then the product of the other elements, even if some elements are 0. If no gradient is
+-- needed, the op `prod` multiplies in the same order. Only devices that use host memory have a kernel for this op.
 local function prod_along(x, d, keepdim)
   if native.on_host(x) and not (x:needs_grad() and scope.grad_enabled()) then
     return ops.prod(x, d, keepdim and 1 or 0)
@@ -86,9 +86,9 @@ function T:cumprod(d)
   return wide((autocast.full(self)), ops.cumprod, dim_index(self, d))
 end
 
---- Returns the products of each element of this vector with each element of another vector.
+--- Returns the products of all pairs of an element of this vector and an element of another vector.
 ---@param other ps.Tensor [M]
----@return ps.Tensor [N, M], of a vector [N]
+---@return ps.Tensor [N, M], for this vector [N]
 function T:outer(other)
   if not is_tensor(other) or self.ndim ~= 1 or other.ndim ~= 1 then
     error(("outer takes two vectors, not [%s] and %s"):format(table.concat(self:shape(), ", "),
@@ -97,14 +97,14 @@ function T:outer(other)
   return self:unsqueeze(1) * other:unsqueeze(0)
 end
 
--- Returns whether all sizes of two tensors but the last two are equal.
+-- Returns whether two tensors have equal sizes in all dimensions except the last two.
 local function same_batch(a, b)
   for i = 0, a.ndim - 3 do if a.shape_[i] ~= b.shape_[i] then return false end end
   return true
 end
 
---- Returns the distance of each vector of this tensor to each vector of another. The gradient is 0 where a distance is
---- 0.
+--- Returns the distance between each vector of this tensor and each vector of another tensor. Where a distance is 0,
+--- its gradient is 0.
 ---@param b ps.Tensor floats [..., M, D]
 ---@param p? number of the p-norm (default 2)
 ---@return ps.Tensor [..., N, M], for this tensor [..., N, D]
@@ -121,17 +121,17 @@ function T:cdist(b, p)
 end
 
 -- -- elements -------------------------------------------------------------------------------------------------------
---- Returns true where an element is NaN.
+--- Returns a tensor that is true where an element is NaN.
 ---@return ps.Tensor bool
 function T:isnan() return ops.ne(self, self) end
---- Returns true where an element is infinite.
+--- Returns a tensor that is true where an element is infinite.
 ---@return ps.Tensor bool
 function T:isinf()
   if not FLOAT[self.dtype_] then return tensor.zeros(self:shape(), { dtype = "bool", device = self:device() }) end
   return ops.eq(ops.abs(self), create.scalar_like(self, math.huge))
 end
 
---- Returns each element rounded towards 0. Integers are copied.
+--- Returns each element rounded towards 0. Integers are only copied.
 ---@return ps.Tensor
 function T:trunc()
   if not FLOAT[self.dtype_] then return ops.contiguous(self) end
@@ -140,7 +140,7 @@ end
 
 local single = native.ffi.new "float[1]"
 
--- Returns whether a type holds a number exactly.
+-- Returns whether a type can represent a number exactly.
 local function holds(dtype, number)
   single[0] = number
   local bits = dtype == C.PS_I64 and 63 or dtype == C.PS_I32 and 31
@@ -148,8 +148,8 @@ local function holds(dtype, number)
     or bits and number % 1 == 0 and math.abs(number) < 2 ^ bits
 end
 
--- Performs remainder, fmod or floor_divide. Tensors of one type are computed in it. Other operands are converted to
--- fp64, and the result to their common type.
+-- Performs remainder, fmod or floor_divide. If both tensors have the same type, the result is computed in this type.
+-- Other operands are converted to fp64, and the result is converted to their common type.
 local function divided(a, b, op, call)
   if not is_tensor(b) and type(b) ~= "number" then
     error(("%s takes a tensor or a number, not %s"):format(call, b == nil and "nil" or "a " .. type(b)))
@@ -169,18 +169,18 @@ local function divided(a, b, op, call)
   return op(a:to "fp64", is_tensor(b) and b:to "fp64" or create.scalar(a, b, C.PS_F64)):to(dtype)
 end
 
---- Returns the exact remainder of a division, with the sign of the divisor: a - b * (a / b):floor().
----@param b ps.Tensor|number not 0 for integers
+--- Returns the exact remainder of a division, a - b * (a / b):floor(). It has the sign of the divisor b.
+---@param b ps.Tensor|number the divisor; for integers it must not be 0
 ---@return ps.Tensor
 function T:remainder(b) return divided(self, b, ops.remainder, "remainder") end
 
---- Returns the exact remainder of a division, with the sign of the dividend: a - b * (a / b):trunc().
----@param b ps.Tensor|number not 0 for integers
+--- Returns the exact remainder of a division, a - b * (a / b):trunc(). It has the sign of the dividend a.
+---@param b ps.Tensor|number the divisor; for integers it must not be 0
 ---@return ps.Tensor
 function T:fmod(b) return divided(self, b, ops.fmod, "fmod") end
 
---- Returns the quotient rounded down: (a - a:remainder(b)) / b. Raises an error for tensors that need a gradient.
----@param b ps.Tensor|number not 0 for integers
+--- Returns the quotient rounded down: (a - a:remainder(b)) / b. Raises an error if a tensor needs a gradient.
+---@param b ps.Tensor|number the divisor; for integers it must not be 0
 ---@return ps.Tensor
 function T:floor_divide(b)
   if scope.grad_enabled() and (self:needs_grad() or is_tensor(b) and b:needs_grad()) then
@@ -189,9 +189,9 @@ function T:floor_divide(b)
   return divided(self, b, ops.floor_divide, "floor_divide")
 end
 
---- Returns this tensor plus weight times its difference to another tensor.
----@param stop ps.Tensor of a shape that broadcasts with this one's
----@param weight number|ps.Tensor 0 for this tensor, 1 for the other
+--- Returns this tensor plus weight times the difference between another tensor and this tensor.
+---@param stop ps.Tensor the other tensor, of a shape that broadcasts with this tensor's shape
+---@param weight number|ps.Tensor with 0, the result is this tensor; with 1, it is the other tensor
 ---@return ps.Tensor
 function T:lerp(stop, weight)
   if caller.tensor(stop, "lerp", "the end") == nil then error("lerp: the end is missing") end
@@ -199,12 +199,12 @@ function T:lerp(stop, weight)
     error(("lerp takes floats of one type, not %s and %s"):format(self:dtype(), stop:dtype()))
   end
   if not is_tensor(weight) then return ops.lerp(self, stop, caller.typed(weight, "number", "lerp: the weight")) end
-  -- Starts from the nearer end, as PyTorch does, so that weight 1 returns the other tensor exactly.
+  -- Begins at the end that is closer, as PyTorch does. The weight 1 then returns the other tensor exactly.
   local way, far = stop - self, weight:abs():ge(0.5)
   return tensor.where(far, stop - way * (1 - weight), self + way * weight)
 end
 
---- Returns the indices that sort a tensor along a dimension.
+--- Returns the indices that sort the elements along a dimension.
 ---@param d? integer (default -1)
 ---@param descending? boolean (default false)
 ---@return ps.Tensor int64, of this shape
@@ -224,7 +224,7 @@ local function close_elements(a, b, rtol, atol, equal_nan)
   return same:logical_or(near:logical_and(y:isfinite()):logical_and(x:isfinite()))
 end
 
--- Returns whether |a - b| <= atol + rtol |b|, element by element. Infinities of the same sign are close.
+-- Returns whether |a - b| <= atol + rtol |b| holds for each element. Infinities of the same sign are close.
 local function close(a, b, rtol, atol, equal_nan, call)
   if type(rtol) == "table" then
     local options = caller.options(rtol, call, CLOSE)
@@ -237,19 +237,20 @@ local function close(a, b, rtol, atol, equal_nan, call)
   return scope.no_grad(close_elements, a, b, rtol, atol, equal_nan)
 end
 
---- Returns true where two tensors are nearly equal: |a - b| <= atol + rtol |b|. Differences are computed in fp64.
+--- Returns a tensor that is true where two tensors are nearly equal: |a - b| <= atol + rtol |b|. Differences are
+--- computed in fp64.
 ---@param other ps.Tensor of a shape that broadcasts with this one's
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8
----@param equal_nan? boolean whether two NaNs are equal (default false)
+---@param equal_nan? boolean whether NaN equals NaN (default false)
 ---@return ps.Tensor bool
 function T:isclose(other, rtol, atol, equal_nan) return close(self, other, rtol, atol, equal_nan, "isclose") end
 
---- Returns whether all elements of two tensors are nearly equal, by the rule of isclose.
+--- Returns whether all elements of two tensors are nearly equal. The rule is that of isclose.
 ---@param other ps.Tensor of a shape that broadcasts with this one's
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8
----@param equal_nan? boolean whether two NaNs are equal (default false)
+---@param equal_nan? boolean whether NaN equals NaN (default false)
 ---@return boolean
 function T:allclose(other, rtol, atol, equal_nan)
   return close(self, other, rtol, atol, equal_nan, "allclose"):all():item()
@@ -267,7 +268,7 @@ end
 -- -- shapes ---------------------------------------------------------------------------------------------------------
 --- Splits a dimension into several dimensions.
 ---@param d integer
----@param sizes integer[] of the new dimensions; one may be -1, which is computed from the others
+---@param sizes integer[] sizes of the new dimensions; one size may be -1, which is computed from the other sizes
 ---@return ps.Tensor
 function T:unflatten(d, sizes)
   d = dim_index(self, d)
@@ -288,7 +289,7 @@ function T:unflatten(d, sizes)
   return self:reshape(shape)
 end
 
---- Returns this tensor, expanded to the shape of another tensor.
+--- Expands this tensor to the shape of another tensor.
 ---@param other ps.Tensor
 ---@return ps.Tensor a view
 function T:expand_as(other)
@@ -296,9 +297,10 @@ function T:expand_as(other)
   return self:expand(other:shape())
 end
 
---- Repeats each element several times, or with a dimension each slice along it. The copies are adjacent.
----@param repeats integer|ps.Tensor number of copies; a vector of integers has a number for each slice
----@param d? integer (default: the elements in row-major order)
+--- Repeats each element several times. With a dimension, repeats each slice along this dimension. The copies of an
+--- element or slice are adjacent.
+---@param repeats integer|ps.Tensor number of copies; if it is a vector of integers, it has a number for each slice
+---@param d? integer (default: repeats the elements in row-major order)
 ---@return ps.Tensor
 function T:repeat_interleave(repeats, d)
   local x = d == nil and self:reshape(-1) or self
@@ -321,7 +323,7 @@ function T:repeat_interleave(repeats, d)
 end
 
 -- -- parts ----------------------------------------------------------------------------------------------------------
---- Returns the slices along dimension d, without that dimension, as several results. The results are views.
+--- Returns the slices along dimension d as several results. The slices do not have this dimension. They are views.
 ---@param d? integer (default 0)
 ---@return ps.Tensor ...
 function T:unbind(d)
@@ -333,9 +335,9 @@ end
 
 local ALL = { -1 }
 
---- Returns a matrix with a vector on a diagonal, or the diagonal of a matrix. The diagonal is a view if the matrix is
---- contiguous.
----@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
+--- For a vector, returns a matrix that has the vector on a diagonal. For a matrix, returns its diagonal, which is a
+--- view if the matrix is contiguous.
+---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, and positive offsets are above it
 ---@return ps.Tensor
 function T:diag(diagonal)
   local k = caller.whole(diagonal or 0, "diag: the diagonal")

@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Converts gradients for scripts, in hooks and in the backward of their own functions: a script gets the gradients of
--- the micro-batch's loss. In an engine's walk, all gradients have a factor: the micro-batch's weight times the loss
--- scale (engine/step/weigh.lua). The walk divides by it before the script's function runs, and multiplies by it
--- afterwards; both are exact only if it is a power of two. fp16 gradients are passed in fp32, since small ones without
--- the loss scale would be zero in fp16.
+-- Converts gradients for scripts. A script gets the gradients of the micro-batch's loss, in hooks and in the backward
+-- of its own functions. In an engine's walk, however, all gradients have a factor: the weight of the micro-batch times
+-- the loss scale (engine/step/weigh.lua). The walk divides by this factor before it runs the script's function, and
+-- multiplies by it afterwards. Both are exact only if the factor is a power of two. fp16 gradients are passed in fp32,
+-- because without the loss scale small gradients would be zero in fp16.
 local scope = require "ps.core.scope"
 
 local unscaled = {}
 
 --- Returns the gradient of the micro-batch's own loss.
 ---@param grad ps.Tensor
----@param factor? number the factor, or nil if the walk does not belong to an engine
+---@param factor? number factor of the walk's gradients; nil if the walk belongs to no engine
 ---@return ps.Tensor
 function unscaled.of(grad, factor)
   if not factor then return grad end
@@ -19,7 +19,7 @@ function unscaled.of(grad, factor)
   return grad * (1 / factor)
 end
 
---- Converts a gradient that the script returned to the scale of the walk.
+--- Multiplies a gradient that the script returned by the factor of the walk.
 ---@param grad ps.Tensor
 ---@param factor? number
 ---@return ps.Tensor
@@ -28,7 +28,7 @@ function unscaled.back(grad, factor)
   return grad * factor
 end
 
---- Runs a function of the script in backward, without recording gradients.
+--- Runs a function of the script in backward. Gradients are not recorded.
 ---@param fn function
 ---@param ... any
 ---@return any ... results of fn
