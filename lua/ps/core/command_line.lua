@@ -48,8 +48,8 @@ function command_line.number(option, least, most)
     function(n) return n >= least and n <= (most or math.huge) and n < math.huge end)
 end
 
---- Makes an option accept only the name of a file that can be written. The check saves the user from a program that
---- computes for an hour before it fails.
+--- Makes an option accept only the name of a file that can be written. Otherwise the program could compute for an
+--- hour before it fails.
 ---@param option table an option of argparse
 ---@param ... string accepted endings of the name (default: any name)
 ---@return table option

@@ -84,8 +84,9 @@ function foreign.lacks(place, name)
   end
 end
 
---- Returns the end of an error about a missing name. It is "; write t:view(...)" if another table has the name, a text
---- about a function of PyTorch that psluajit lacks, a suggestion of the nearest name, or "".
+--- Returns the end of an error about a missing name. If the name is a function of PyTorch that psluajit lacks, the end
+--- says so and may give a formula. If another table has the name, the end is a text such as "; write t:view(...)".
+--- Otherwise it suggests the nearest name, or it is "".
 ---@param place string the table that lacks the name
 ---@param name string
 ---@return string

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Notes about characters that a vocabulary cannot spell. The vocabulary has neither a token for such a character nor an
--- unknown token, so the ids leave the character out (src/data/tok_bpe.c). The Python package tokenizers also leaves out
--- such characters, but silently.
+-- unknown token, so the ids leave the character out (src/data/tok_bpe.c). The package `tokenizers` also leaves out such
+-- characters, but silently.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 

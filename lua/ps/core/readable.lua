@@ -22,7 +22,7 @@ function readable.bytes(n)
   return ("%." .. digits .. "f %s"):format(count, unit)
 end
 
---- Returns a byte count like readable.bytes, but rounded up. For the budget that a run needs.
+--- Returns a byte count like readable.bytes, but rounded up. Use it for a budget that a run needs.
 ---@param n number
 ---@return string
 function readable.at_least(n)

@@ -128,7 +128,7 @@ function M.tensors(...)
   return pointers, n
 end
 
---- Begins a scope. ps.scope_end ends it. For code that cannot be a function passed to ps.scope.
+--- Begins a scope. ps.scope_end ends it. Use these two functions for code that cannot be a function passed to ps.scope.
 ---@return integer id
 function M.begin()
   forget_reaped()
@@ -270,8 +270,8 @@ local function set_states(all)
 end
 
 --- Runs fn(...) without keeping the activations for its backward. Backward runs fn again instead (Chen et al. 2016,
---- "Training Deep Nets with Sublinear Memory Cost"). The gradients equal those of a plain call bit for bit. fn must be
---- pure: the same inputs must result in the same outputs. Dropout draws the same numbers again.
+--- "Training Deep Nets with Sublinear Memory Cost"). The gradients equal the gradients of a plain call bit for bit. fn
+--- must be pure: the same inputs must result in the same outputs. Dropout draws the same numbers again.
 ---
 --- fn and everything that it refers to are kept until backward has passed fn or has failed, or until fn's outputs are
 --- freed. The outputs are not freed early if fn refers to an object that holds an output of fn (self.last, for

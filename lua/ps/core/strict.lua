@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes reading or writing an undeclared global variable an error, which finds misspelt names. A script enables this
--- with require "ps.core.strict". Existing globals remain allowed, and strict.declare("name", ...) adds names. Loading
--- the file twice is harmless.
+-- Makes reading or writing an undeclared global variable an error, so that misspelt names are found. A script enables
+-- this with require "ps.core.strict". Existing globals remain allowed, and strict.declare("name", ...) adds names.
+-- Loading the file twice is harmless.
 local strict = {}
 
 local declared = {}

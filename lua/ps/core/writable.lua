@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks that a program will be able to write its results. The check runs at the beginning, before the program computes
--- for an hour. It writes nothing.
+-- Checks that a program will be able to write its results. Programs check this when they begin, so that they do not
+-- compute for an hour before they fail. The check writes nothing.
 local lfs = require "lfs"
 local statvfs = require "posix.sys.statvfs"
 local unistd = require "posix.unistd"

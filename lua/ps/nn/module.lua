@@ -14,7 +14,6 @@
 -- the order of parameters are those of PyTorch's named_parameters ("h.0.attn.weight"; see ps.nn.registry): a module's
 -- own tensors come before the tensors of its modules. A tied tensor is listed once, under its first name, but
 -- state_dict has all of its names. Modules keep no activations.
--- activations.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"

@@ -44,7 +44,7 @@ function packed.of(layer)
   return state and state.type
 end
 
---- Raises an error if a layer's weight is packed. For calls that need an unpacked weight.
+--- Raises an error if a layer's weight is packed. Functions that need an unpacked weight call this function.
 ---@param layer ps.nn.Module
 ---@param call string
 ---@param remedy string
