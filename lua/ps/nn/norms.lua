@@ -46,8 +46,9 @@ end
 
 --- Returns the norm of all gradients together: the square root of the sum of all squares. The squares are summed for
 --- each tensor first. These sums are added in list order. The result is therefore the same, bit for bit, however
---- tensors are stored. The norm is NaN or infinite if a gradient contains NaN or infinity. The host waits for the device once per
---- 4096 gradients. In the dry run of a script the norm is 0, so that a step neither clips nor overflows.
+--- tensors are stored. The norm is NaN or infinite if a gradient contains NaN or infinity. The host waits for the
+--- device once per 4096 gradients. In the dry run of a script the norm is 0, so that a step neither clips nor
+--- overflows.
 ---@param grads ps.Tensor[]
 ---@return number
 function norms.global_norm(grads)

@@ -88,8 +88,8 @@ local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.050700987355
 ---@return ps.Tensor of x's shape
 function M.selu(x) return ops.affine(ops.elu(floats(x, "F.selu"), SELU_ALPHA), SELU_SCALE, -0.0) end
 
--- Returns x limited to [low, high]. Where x is NaN, the gradient passes through, as in PyTorch. This is the difference
--- to clamp.
+-- Returns x limited to [low, high]. Where x is NaN, the gradient passes through, as in PyTorch. clamp does not pass it
+-- there.
 local function limited(x, low, high)
   if x:is_float() and not (scope.grad_enabled() and x:needs_grad()) then return ops.clamp(x, low, high) end
   return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))
@@ -181,8 +181,8 @@ local function unit(x, shape, dim, eps)
   return x / (norm + scope.no_grad(limit_of, norm, eps))
 end
 
---- Returns the cosines of the angles between the vectors of a and b, which are along a dimension. Norms below eps are
---- replaced by eps.
+--- Returns the cosines of the angles between the vectors of a and the vectors of b. Vectors are along the dimension
+--- `dim`. Norms below eps are replaced by eps.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of a shape that broadcasts with a's
 ---@param dim? integer (default 1) a dimension of the shape to which a and b broadcast

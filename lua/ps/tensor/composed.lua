@@ -136,7 +136,7 @@ end
 
 -- -- reductions -----------------------------------------------------------------------------------------------------
 -- Returns the number that logsumexp subtracts from all elements. This is the largest element. If the largest element is
--- infinite, it is 0, because the difference of infinities would be NaN.
+-- infinite, the result is 0, because the difference of infinities would be NaN.
 local function shift_of(x, dims)
   return ops.nan_to_num(x:amax(dims, true), 0, 0, 0)
 end

@@ -382,8 +382,8 @@ function F.rope(x, cos, sin)
   return ops.rope(x, cos, sin, 0)
 end
 
--- Returns the index of the first head for the dropout mask. It is in the options, or it is the first head of the module
--- whose forward is running. Ranks may share the heads of this module.
+-- Returns the index of the first head for the dropout mask. If the options do not set it, it is the index of this
+-- rank's first head in the module whose forward is running. Ranks may share the heads of this module.
 local function first_head(options, p, heads)
   if options.first_head or p == 0 then return options.first_head or 0 end
   return hooks.ask("first_head", heads) or 0
@@ -422,8 +422,8 @@ end
 ---@param options? {mask?: ps.Tensor, key_mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number,
 --- dropout?: number, first_head?: integer} mask: [B or 1, H or 1, T or 1, S], bool, fp32 or of q's type. A bool mask
 --- hides a key where it is false. A float mask is added to the scores, and values of -1e30 or less hide a key. If a
---- float mask requires a gradient, F.attention_weights computes it. key_mask: used instead of mask. A bool key_mask [B,
---- S] hides keys where it is false. An int32 key_mask [B, T], for T = S, contains segments. Adjacent positions with the
+--- float mask requires a gradient, F.attention_weights is used. key_mask: used instead of mask. A bool key_mask [B, S]
+--- hides keys where it is false. An int32 key_mask [B, T], for T = S, contains segments. Adjacent positions with the
 --- same number see only each other. Positions with the number 0 are padding, which sees nothing and is not seen.
 --- causal: query i sees the keys up to i + S - T. window: query i sees only the last `window` keys up to that key.
 --- scale (default 1 / sqrt(D)). dropout: probability that a weight is dropped (default 0). first_head: index of q's

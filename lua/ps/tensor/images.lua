@@ -136,8 +136,8 @@ local function conv_transpose(x, w, b, options, n, call)
   return single and y:squeeze(0) or y
 end
 
---- Returns a transposed convolution, plus a bias. It is the transpose of F.conv1d with the same options, which is the
---- gradient of F.conv1d's input.
+--- Returns a transposed convolution, plus a bias. It is the transpose of F.conv1d with the same options, which computes
+--- the gradient of F.conv1d's input.
 ---@param x ps.Tensor [N, C, L] or [C, L]
 ---@param w ps.Tensor [C, O / groups, K]
 ---@param b? ps.Tensor [O]
@@ -146,8 +146,8 @@ end
 ---@return ps.Tensor [N, O, length] or [O, length]
 function F.conv_transpose1d(x, w, b, options) return conv_transpose(x, w, b, options, 1, "F.conv_transpose1d") end
 
---- Returns a transposed convolution, plus a bias. It is the transpose of F.conv2d with the same options, which is the
---- gradient of F.conv2d's input.
+--- Returns a transposed convolution, plus a bias. It is the transpose of F.conv2d with the same options, which computes
+--- the gradient of F.conv2d's input.
 ---@param x ps.Tensor [N, C, H, W] or [C, H, W]
 ---@param w ps.Tensor [C, O / groups, KH, KW]
 ---@param b? ps.Tensor [O]

@@ -93,8 +93,8 @@ local function named(t, picks)
   return p
 end
 
--- Returns x as [outer, rows, inner] or [rows, inner]. Also returns the flat index, and the dimension that it indexes (1
--- or 0).
+-- Returns x as [outer, rows, inner] or [rows, inner]. Also returns the flat index and the dimension that the flat index
+-- indexes, which is 1 or 0.
 local function parts_of(p, x)
   local flat = p.index:reshape(-1)
   if p.outer == 1 then return x:reshape(p.rows, p.inner), flat, 0 end

@@ -500,7 +500,7 @@ function T:std(dims, unbiased, keepdim)
   return host_variance(self, dims, unbiased, keepdim, 1) or
     narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_)
 end
---- Returns whether any element is not 0. The test is made over some dimensions.
+--- Returns whether any element along some dimensions is not 0.
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor bool
@@ -509,7 +509,7 @@ function T:any(dims, keepdim)
   if self.dtype_ == C.PS_BOOL then return ops.amax(self, dim_bits(self, dims), kept(keepdim)) end
   return ops.logical_not(ops.amin(ops.logical_not(self), dim_bits(self, dims), kept(keepdim)))
 end
---- Returns whether no element is 0. The test is made over some dimensions.
+--- Returns whether no element along some dimensions is 0.
 ---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor bool

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Prints values at the prompt. The keys of nested tables are sorted, and strings are quoted. Of a tensor, the shape,
--- type, device and a corner of its values are printed. Printing never raises an error. Instead, it shows that a tensor
--- was dropped, that a table contains itself, or that __tostring failed.
+-- Prints values at the prompt. The keys of nested tables are sorted, and strings are quoted. A tensor is printed as its
+-- shape, its type, its device and a corner of its values. Printing never raises an error. Instead, it shows that a
+-- tensor was dropped, that a table contains itself, or that __tostring failed.
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 local C = ffi.C

@@ -80,8 +80,8 @@ function T:gather(d, idx)
   return ops.gather(self, short, at)
 end
 
---- Returns a copy of x. To the elements that gather(d, idx) would read, the elements of src are added in row-major
---- order.
+--- Returns a copy of x in which the elements of src are added to the elements that gather(d, idx) would read. The
+--- elements of src are added in row-major order.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -93,8 +93,9 @@ end
 
 local SCATTER = { add = "scatter_add", multiply = "prod" }
 
---- Returns a copy of x. The elements of src replace the elements that gather(d, idx) would read. If several elements of
---- src have the same target, the last one in row-major order is written, and the gradient of the others is 0.
+--- Returns a copy of x in which the elements of src replace the elements that gather(d, idx) would read. If several
+--- elements of src have the same target, the last one in row-major order is written, and the gradient of the others is
+--- 0.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -114,8 +115,8 @@ end
 local REDUCE = { sum = { nil, 0 }, mean = { nil, 0 }, amax = { 0, -math.huge }, amin = { 1, math.huge },
   prod = { 2, 1 } }
 
---- Returns a copy of x. The elements that gather(d, idx) would read are combined with the elements of src. With amax
---- and amin, equal elements share the gradient. prod has no gradient.
+--- Returns a copy of x in which the elements of src are combined with the elements that gather(d, idx) would read. With
+--- amax and amin, equal elements share the gradient. prod has no gradient.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger

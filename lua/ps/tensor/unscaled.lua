@@ -19,7 +19,7 @@ function unscaled.of(grad, factor)
   return grad * (1 / factor)
 end
 
---- Multiplies a gradient that the script returned by the factor of the walk.
+--- Multiplies a gradient by the factor of the walk. The gradient is one that the script returned.
 ---@param grad ps.Tensor
 ---@param factor? number
 ---@return ps.Tensor
