@@ -2,7 +2,7 @@
 -- Names that PyTorch has and psluajit lacks. An error about such a name says that psluajit lacks the function. It does
 -- not suggest a similar name, because a similar name would mean another function (foreign.lua). foreign_names.lua has
 -- formulas for some of these functions. Some tables of psluajit have functions named trace, fold and unfold, but these
--- functions compute something else than PyTorch's.
+-- functions do not compute the same as PyTorch's functions.
 return {
   -- functions and methods of tensors
   ops = [[

@@ -70,7 +70,7 @@ local function headline(t)
   return text, device ~= "meta"
 end
 
---- Returns the indices along a dimension to show. -1 stands for the omitted indices.
+--- Returns the indices along a dimension to show. -1 represents the omitted indices.
 ---@param n integer
 ---@param edge integer
 ---@return integer[]
