@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Files of a folder that replace older files together. Each file is written completely under a temporary name,
--- NAME.new. Then all files get their names. So an error while they are written, for example because the disk is full,
--- leaves the older files unchanged.
+-- Replaces several files of a folder as a group. Each file is first written completely under a temporary name,
+-- NAME.new. Then all files are renamed to their final names. If an error occurs during writing, for example because
+-- the disk is full, the older files are therefore unchanged.
 --
--- Texts such as config.json say how to read the other files. Before the files get their names, the older texts that
--- would not match them are renamed to NAME.old, and the new texts get their names last. If the process ends earlier,
--- the folder has no such text, and a reader refuses the folder. It never reads new weights with an older text.
+-- The texts of a batch, such as config.json, say how to read its other files. Before any file is renamed to its final
+-- name, the older texts that would not match the new files are renamed to NAME.old. The new texts are renamed last. If
+-- the process ends between these two steps, the folder has no such text, and a reader refuses the folder. A reader
+-- therefore never reads new weights with an older text.
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
@@ -27,8 +28,8 @@ Batch.__index = Batch
 
 local path_out = native.ffi.new "char[4096]"
 
--- Returns the path of a file. If it is a link, returns the path that it leads to, also of a file that does not exist
--- yet.
+-- Returns the path of a file. If the file is a link, returns the path that the link points to, even if no file exists
+-- at that path yet.
 local function target(self, name)
   native.check(C.ps_file_target(self.path .. "/" .. name, path_out, native.ffi.sizeof(path_out)))
   return native.ffi.string(path_out)
@@ -49,8 +50,9 @@ local function rename(from, to)
   if not ok then error(("cannot rename %s to %s: %s"):format(from, to, why:match "([^ :][^:]*)$"), 0) end
 end
 
--- Renames the older texts that differ, or all if several files are replaced one after the other. Appends their paths
--- to `aside`.
+-- Renames the older texts that differ from the new texts to NAME.old. If the batch has several files besides texts, it
+-- renames all older texts, because the files get their names one after the other. Appends the paths of the renamed
+-- texts to `aside`.
 local function set_aside(self, order, aside)
   for _, name in ipairs(order) do
     local path = target(self, name)
@@ -62,7 +64,7 @@ local function set_aside(self, order, aside)
   end
 end
 
--- Gives all files their names. Calls remove_older when no text is left that would lead a reader to older files.
+-- Renames all files to their final names. Calls remove_older once the folder has no text that refers to older files.
 local function commit(self, texts, remove_older)
   local order, aside, folders, renamed = {}, {}, {}, 0
   self.texts = texts
@@ -91,7 +93,7 @@ local function commit(self, texts, remove_older)
   for folder in pairs(folders) do native.check(C.ps_file_fsync_dir(folder)) end
 end
 
--- Removes files that did not get their names.
+-- Removes the temporary files that were not renamed to their final names.
 local function clean(self)
   local function remove(name)
     local path = target(self, name) .. NEW
@@ -102,7 +104,7 @@ local function clean(self)
 end
 
 --- Writes files of a folder on the group's rank 0. All ranks of the group call this function. fn(batch) writes each
---- file at batch:file(name), and returns the texts by name.
+--- file to the path that batch:file(name) returns. It returns a table that maps the names of the texts to the texts.
 ---@param path string the folder
 ---@param group? ps.Group
 ---@param fn fun(batch: ps.pretrained.Batch): table<string, string>

@@ -1,11 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Weights that bitsandbytes quantized to NF4, as transformers writes them to a folder. A weight NAME of [rows, columns]
--- is stored as several tensors:
+-- Reads weights that bitsandbytes quantized to NF4 and transformers wrote to a folder. A weight NAME of shape
+-- [rows, columns] is stored as several tensors:
 --   NAME                                       U8 [values / 2, 1], two codes per byte, the first in the upper half
---   NAME.absmax                                F32 [blocks], a scale per 64 values; or U8 codes (double quantization)
+--   NAME.absmax                                F32 [blocks], one scale per block of 64 values
 --   NAME.quant_map                             F32 [16], the values of NF4
 --   NAME.quant_state.bitsandbytes__nf4         U8, JSON with the weight's shape
---   NAME.nested_absmax, NAME.nested_quant_map  F32, of double quantization: a scale per 256 codes, and their 256 values
+-- With double quantization, NAME.absmax is U8 and holds a code per scale. Two more tensors then exist:
+--   NAME.nested_absmax                         F32, one scale per group of 256 codes
+--   NAME.nested_quant_map                      F32, the values of the 256 codes
 -- With double quantization, a block's scale is nested_quant_map[code] * nested_absmax + nested_offset.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
@@ -25,11 +27,11 @@ local C, check = native.C, native.check
 
 local bitsandbytes = {}
 
-local NF4 = nn_packed.type "NF4"                           -- a block: the scale in fp32, and the bytes of 64 codes
-local NF4_DOUBLE = nn_packed.type "NF4_DOUBLE"             -- a block: the code of the scale, and the bytes of 64 codes
+local NF4 = nn_packed.type "NF4"                           -- a block: its fp32 scale, then the bytes of 64 codes
+local NF4_DOUBLE = nn_packed.type "NF4_DOUBLE"             -- a block: its scale's code, then the bytes of 64 codes
 local BLOCK, GROUP, HEAD = NF4.block, nn_packed.SCALES_GROUP, nn_packed.SCALES_HEAD
-local SCALES = "_scales"                                   -- end of the name of a packed weight's scales
-local VALUES = 2 ^ 20                                      -- values that are read at a time
+local SCALES = "_scales"                                   -- suffix of the name of a packed weight's scales
+local VALUES = 2 ^ 20                                      -- number of values that are read at a time
 local STATE = ".quant_state.bitsandbytes__"
 local STATE_NAME = "^(.*)" .. STATE:gsub("%.", "%%.") .. "(%w+)$"        -- the name of a weight, and its type
 local CODES = 16                                           -- number of values of NF4
@@ -37,10 +39,10 @@ local CODES = 16                                           -- number of values o
 -- GPT-2's layers store their weights transposed ([in, out]). bitsandbytes quantizes [out, in].
 local TRANSPOSED = "%.c_%l+%.weight$"
 
---- Returns the values of NF4 for a scale of 1, fp32 [16], by unpacking a block that contains each code.
+--- Returns the 16 values of NF4 for a scale of 1, as fp32 [16]. Unpacks a block that contains every code.
 ---@return ps.Tensor
 function bitsandbytes.map()
-  local bytes = { 0, 0, 0x80, 0x3f }                       -- the scale, 1 in fp32
+  local bytes = { 0, 0, 0x80, 0x3f }                       -- the scale: the bytes of 1 in fp32
   for i = 0, BLOCK - 1, 2 do bytes[#bytes + 1] = i % CODES * CODES + (i + 1) % CODES end
   local block = create.tensor({ bytes }, { dtype = "uint8", device = "cpu" })
   return native.ops.unpack(block, nil, NF4.number, native.dtype_code "fp32"):reshape(-1):narrow(0, 0, CODES)
@@ -58,12 +60,12 @@ local function is_list_of_names(list)
   return true
 end
 
---- Checks the quantization_config of a config.json. Raises an error that names the field if this is not NF4 of
---- bitsandbytes.
+--- Checks the quantization_config of a config.json. Raises an error that names the field if the quantization is not NF4
+--- of bitsandbytes.
 ---@param fields table the decoded config.json
 ---@param where string the file, for messages
 ---@return table fields without quantization_config
----@return table? quantization the contents of quantization_config, or nil if there are none
+---@return table? quantization the contents of quantization_config, or nil if it is absent or empty
 function bitsandbytes.split(fields, where)
   local given = value_of(fields.quantization_config)
   if given == nil or given == false or type(given) == "table" and next(given) == nil then return fields end
@@ -98,8 +100,8 @@ function bitsandbytes.split(fields, where)
   return rest, given
 end
 
--- Returns whether a name in llm_int8_skip_modules means a module: its name, the beginning of its name up to a dot, or
--- the end of its name.
+-- Returns whether `one`, an entry of llm_int8_skip_modules, matches a module. An entry matches if it is the module's
+-- name, the beginning of this name up to a dot, or the end of this name.
 local function skips(one, module)
   return one ~= "" and (module == one or module:sub(1, #one + 1) == one .. "." or module:sub(-#one) == one)
 end
@@ -109,20 +111,20 @@ end
 ---@field file table the file with the codes
 ---@field rows integer
 ---@field columns integer
----@field sides table<string, table> the open file of each further tensor, by the end of its name
+---@field sides table<string, table> the open files that hold the weight's other tensors, by the suffix of their names
 ---@field offset? number nested_offset, if the scales are quantized
 ---@field transposed boolean whether the model's weight is [columns, rows]
----@field packed? ps.nn.PackedType type of the blocks that reads return
+---@field packed? ps.nn.PackedType type of the blocks that reads return; nil if reads return numbers
 
----@class ps.pretrained.Nf4Weights the quantized weights of open files, with the methods of one file
+---@class ps.pretrained.Nf4Weights the quantized weights of open files; it has the same methods as one open file
 ---@field path string for messages
 ---@field private weights table<string, ps.pretrained.Nf4Weight>
 ---@field private hidden table<string, boolean> names of all tensors in the files that belong to a quantized weight
----@field private scales table<string, string> names of the scales of packed weights -> the weights' names
+---@field private scales table<string, string> maps the name of a packed weight's scales to the weight's name
 local Weights = {}
 Weights.__index = Weights
 
--- Raises an error if a tensor is missing, or has another type or shape. `part` and `subject` are for messages.
+-- Raises an error if a tensor is missing or has another type or shape. `part` and `subject` are words for messages.
 local function check_tensor(self, name, file, dtype, shape, part, subject)
   if not file then settings.refuse(self.path, name, "none", ("the files lack %s in NF4"):format(part)) end
   local its, other = file:dtype(name)
@@ -132,7 +134,7 @@ local function check_tensor(self, name, file, dtype, shape, part, subject)
   end
 end
 
--- The same for a further tensor of a weight.
+-- Checks another tensor of a weight with check_tensor. `suffix` is the end of the tensor's name.
 local function check_side(self, name, weight, suffix, dtype, shape)
   check_tensor(self, name .. "." .. suffix, weight.sides[suffix], dtype, shape, "this tensor of a weight", "it")
 end
@@ -155,7 +157,7 @@ end
 
 local function is_size(value) return type(value) == "number" and value >= 1 and value % 1 == 0 and value < 2 ^ 31 end
 
--- Checks the quant_state of a weight, and takes the weight's shape from it.
+-- Checks the quant_state of a weight, and sets the weight's shape from it.
 local function check_state(self, weight, state, full)
   local function refuse(key, value, why)
     settings.refuse(self.path, full .. "." .. key, value == nil and "none" or value, why)
@@ -167,7 +169,7 @@ local function check_state(self, weight, state, full)
   must_be("blocksize", BLOCK)
   local shape = state.shape
   if type(shape) ~= "table" or #shape ~= 2 or not (is_size(shape[1]) and is_size(shape[2])) then
-    local ok, text = pcall(encode, shape)                  -- fails for infinity
+    local ok, text = pcall(encode, shape)                  -- fails if `shape` contains infinity
     refuse("shape", ok and type(shape) == "table" and text or shape, "it must be two whole numbers")
   end
   weight.rows, weight.columns = shape[1], shape[2]
@@ -184,7 +186,7 @@ local function check_state(self, weight, state, full)
   weight.offset = offset
 end
 
--- Checks that the map of a weight is that of NF4.
+-- Checks that the quant_map of a weight has the values of NF4.
 local function check_map(self, name, weight)
   local full = name .. ".quant_map"
   scope.scope(function()
@@ -199,7 +201,7 @@ end
 
 local SIDES = { "absmax", "quant_map", "nested_absmax", "nested_quant_map" }
 
--- Adds a weight, with all its tensors.
+-- Adds a weight and all tensors that belong to it.
 local function add(self, files, name, kind)
   local state_file = files[name .. STATE .. kind]
   local weight = { file = files[name], sides = {}, transposed = name:find(TRANSPOSED) ~= nil }
@@ -225,7 +227,7 @@ local function add(self, files, name, kind)
 end
 
 --- Returns the quantized weights of open files, or nil if there are none. Raises an error that names the tensor if a
---- weight is quantized in another way, or if a tensor of it is missing or has another shape.
+--- weight is quantized in another way. Also raises an error if a tensor of a weight is missing or has another shape.
 ---@param path string the folder, for messages
 ---@param list table[] open files
 ---@return ps.pretrained.Nf4Weights?
@@ -250,8 +252,8 @@ function bitsandbytes.find(path, list)
   return found[1] and self or nil
 end
 
---- Compares the quantization_config with the files. Raises an error if no weight is quantized, or if a weight is that
---- llm_int8_skip_modules names.
+--- Compares the quantization_config with the files. Raises an error if no weight is quantized. Also raises an error if
+--- llm_int8_skip_modules names a weight that is quantized.
 ---@param weights ps.pretrained.Nf4Weights?
 ---@param quantization table see bitsandbytes.split
 ---@param where string the file of quantization_config
@@ -275,7 +277,7 @@ end
 ---@return boolean
 function Weights:hides(name) return self.hidden[name] or false end
 
---- Returns the names of the quantized weights, and of the scales of weights that stay packed as NF4_DOUBLE, sorted.
+--- Returns a sorted list of names: the quantized weights, and the scales of weights that stay packed as NF4_DOUBLE.
 ---@return string[]
 function Weights:names()
   local all = copied(self.weights)
@@ -293,8 +295,9 @@ end
 ---@return boolean
 function Weights:has(name) return self.weights[name] ~= nil or self.scales[name] ~= nil end
 
---- Makes later reads of a weight return blocks, as uint8 [rows, bytes of a row]. A weight in NF4_DOUBLE then also has
---- scales, fp32 (base/blocks.h), under the weight's name with the suffix _scales.
+--- Makes later reads of a weight return its blocks, as uint8 [rows, bytes per row]. A weight that stays packed as
+--- NF4_DOUBLE then also has a tensor of scales, fp32 (base/blocks.h). Its name is the weight's name with the suffix
+--- _scales.
 ---@param name string
 ---@param kind ps.nn.PackedType NF4, or NF4_DOUBLE for a weight with double quantization
 function Weights:keep_packed(name, kind)
@@ -302,7 +305,7 @@ function Weights:keep_packed(name, kind)
   if kind.scales then self.scales[name .. SCALES] = name end
 end
 
---- Returns the shape of the model's weight, or of its blocks.
+--- Returns the shape of the model's weight. For a weight that stays packed, returns the shape of its blocks.
 ---@param name string
 ---@return integer[]
 function Weights:shape(name)
@@ -322,7 +325,7 @@ function Weights:dtype(name)
   return not self.scales[name] and weight_of(self, name).packed and "uint8" or "fp32"
 end
 
---- Returns the type of a weight in the files.
+--- Returns the name of a weight's type in the files: NF4_DOUBLE with double quantization, otherwise NF4.
 ---@param name string
 ---@return string
 function Weights:type(name) return (weight_of(self, name).offset and NF4_DOUBLE or NF4).name end
@@ -331,12 +334,12 @@ function Weights:type(name) return (weight_of(self, name).offset and NF4_DOUBLE 
 ---@param name string
 function Weights:check(name) weight_of(self, self.scales[name] or name) end
 
--- Reads the codes of the scales of n blocks from `first` on into uint8 [n].
+-- Reads the codes of the scales of n blocks, starting at block `first`, into uint8 [n].
 local function read_codes(name, weight, codes, first)
   weight.sides.absmax:read_part(name .. ".absmax", codes, { first })
 end
 
--- Returns the scales of a weight that stays packed as NF4_DOUBLE.
+-- Returns the tensor of scales for a weight that stays packed as NF4_DOUBLE.
 local function scales_of(name, weight)
   local numel = nn_packed.scales_numel(weight.rows * weight.columns)
   local made, sides = create.empty({ numel }, { dtype = "fp32", device = "cpu" }), weight.sides
@@ -346,7 +349,7 @@ local function scales_of(name, weight)
   return made
 end
 
--- Returns the scales of n blocks from `first` on, fp32 [n]. `map` has the values of nested_quant_map.
+-- Returns the scales of n blocks, starting at block `first`, as fp32 [n]. `map` has the values of nested_quant_map.
 local function scales(name, weight, map, first, n)
   local file, full = weight.sides.absmax, name .. ".absmax"
   if not weight.offset then
@@ -354,7 +357,7 @@ local function scales(name, weight, map, first, n)
     file:read_part(full, made, { first })
     return made
   end
-  local group = math.floor(first / GROUP)                  -- groups are read whole, except at the end
+  local group = math.floor(first / GROUP)                  -- whole groups are read; only the last group can be shorter
   local groups = math.ceil((first + n) / GROUP) - group
   local total = weight.rows * weight.columns / BLOCK
   local codes = create.zeros({ groups * GROUP }, { dtype = "uint8", device = "cpu" })
@@ -374,8 +377,9 @@ local function bytes_of(values)
   return made
 end
 
--- Lets a tensor use the blocks of a packed weight in its mapped files. Returns false if they must be read: scales in
--- NF4 that have double quantization in the files are computed.
+-- Makes a tensor use the blocks of a packed weight in its mapped files, without a copy. Returns false if the blocks
+-- must be read instead. This is the case for a weight that stays packed as NF4 and has double quantization in the
+-- files, because its fp32 scales are computed.
 local function borrow_blocks(name, weight, tensor)
   local kind, half = weight.packed, BLOCK / 2
   if weight.offset and kind ~= NF4_DOUBLE or C.ps_tensor_is_contiguous(tensor) == 0 then return false end
@@ -383,7 +387,8 @@ local function borrow_blocks(name, weight, tensor)
     width = kind.nbytes - half }, { file = weight.file, name = name, width = half })
 end
 
--- Returns n rows of a weight as blocks of a type, uint8 [n, bytes of a row]. `map` has the values of nested_quant_map.
+-- Returns n rows of a weight as blocks of a type, uint8 [n, bytes per row], starting at row `first`. `map` has the
+-- values of nested_quant_map.
 local function blocks_of(name, weight, kind, map, first, n)
   local per_row = weight.columns / BLOCK
   local count, half = n * per_row, BLOCK / 2
@@ -402,8 +407,8 @@ local function blocks_of(name, weight, kind, map, first, n)
   return made:reshape(n, per_row * kind.nbytes)
 end
 
---- Reads a rectangle of a weight into a tensor of its shape, and converts the values to its dtype. Only the rows of the
---- rectangle are read.
+--- Reads a rectangle of a weight into a tensor of the rectangle's shape, and converts the values to the tensor's dtype.
+--- Only the rows of the rectangle are read.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] offset of the rectangle
@@ -439,7 +444,7 @@ function Weights:read_part(name, tensor, offset)
   end)
 end
 
---- Reads a weight into a tensor of its shape, and converts the values to its dtype.
+--- Reads a weight into a tensor of the same shape, and converts the values to the tensor's dtype.
 ---@param name string
 ---@param tensor ps.Tensor
 function Weights:read_into(name, tensor)
@@ -448,7 +453,7 @@ function Weights:read_into(name, tensor)
   self:read_part(name, tensor, rectangles.zeros(shape))
 end
 
---- Returns a new tensor with a weight's values. It outlives scopes.
+--- Returns a new tensor with a weight's values. Scopes do not free the tensor.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor

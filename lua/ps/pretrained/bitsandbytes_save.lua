@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes models whose layers are packed as NF4 in the layout of bitsandbytes (ps/pretrained/bitsandbytes.lua), with
--- double quantization for layers that are packed as NF4_DOUBLE. The layers that are not packed are listed in
--- llm_int8_skip_modules: transformers expects every other linear layer in NF4.
+-- Writes models whose layers are packed as NF4 in the layout of bitsandbytes (ps/pretrained/bitsandbytes.lua). Layers
+-- that are packed as NF4_DOUBLE are written with double quantization. The layers that are not packed are listed in
+-- llm_int8_skip_modules, because transformers expects all other linear layers in NF4.
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
@@ -15,7 +15,7 @@ local error = caller.error
 local saving = {}
 
 local NF4, NF4_DOUBLE = packed.type "NF4", packed.type "NF4_DOUBLE"
-local CODES = NF4.block / 2                                -- bytes of a block's codes, which follow its scale
+local CODES = NF4.block / 2                                -- size in bytes of a block's codes, which follow its scale
 local HEAD = packed.SCALES_HEAD
 
 ---@class ps.pretrained.Nf4Layer
@@ -26,13 +26,13 @@ local HEAD = packed.SCALES_HEAD
 ---@field kind ps.nn.PackedType
 
 ---@class ps.pretrained.Nf4Saving
----@field layers table<string, ps.pretrained.Nf4Layer> by the name of the weight
----@field scales table<string, string> names of the scales of weights in NF4_DOUBLE -> the weights' names
+---@field layers table<string, ps.pretrained.Nf4Layer> the packed layers, by the name of the weight
+---@field scales table<string, string> maps the name of an NF4_DOUBLE weight's scales to the weight's name
 ---@field skipped string[] names of layers whose weights are not packed
 local Saving = {}
 Saving.__index = Saving
 
---- Returns whether a layer's weight is packed as NF4, in a layer that bitsandbytes supports.
+--- Returns whether a layer's weight is packed as NF4 and bitsandbytes supports NF4 in this kind of layer.
 ---@param layer ps.nn.Module
 ---@return boolean
 function saving.can(layer)
@@ -66,7 +66,7 @@ function saving.of(model)
   return self
 end
 
---- Returns a model's settings with the quantization_config for transformers.
+--- Returns a model's settings with a quantization_config that transformers reads.
 ---@param config table
 ---@param dtype string Hugging Face's name of the dtype in which the model computes
 ---@return table
@@ -78,8 +78,8 @@ function Saving:config(config, dtype)
   return fields
 end
 
--- Returns the tensors of a packed weight, each as {end of its name, dtype, shape, function that makes its bytes}.
--- scales: of a weight in NF4_DOUBLE.
+-- Returns the tensors that store a packed weight. Each is {suffix of its name, dtype, shape, function that returns its
+-- bytes}. `scales` has the scales of a weight in NF4_DOUBLE, and is nil for other weights.
 local function tensors_of(layer, weight, scales)
   local numel, nbytes = layer.rows * layer.columns, layer.kind.nbytes
   local before = nbytes - CODES
@@ -113,7 +113,7 @@ local function tensors_of(layer, weight, scales)
   return list
 end
 
---- Replaces the entries of packed weights by those of bitsandbytes' tensors (see save.run).
+--- Replaces the entries of packed weights with entries for bitsandbytes' tensors (see save.run).
 ---@param entries table[]
 ---@return table[]
 function Saving:entries(entries)

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The open files of a model's weights, and their tensors as one state for load_state_dict. Tensors stay in the files
--- and are read one at a time; of a cut parameter, only this rank's part is read. Tensors that are split over files
--- (save_parallelized) are assembled. Weights that bitsandbytes quantized are presented as one tensor each.
+-- Opens the files of a model's weights, and presents their tensors as one state for load_state_dict. Tensors stay in
+-- the files and are read one at a time. If a parameter is split over ranks, each rank reads only its own part. Tensors
+-- that save_parallelized split over several files are assembled. A weight that bitsandbytes quantized appears as one
+-- tensor.
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
@@ -33,8 +34,8 @@ local function open_file(path, mmap, packed)
   return error(file, 0)
 end
 
--- Returns an object that presents the tensors which are split across several files like one file. `by_path` maps a path
--- to its open file.
+-- Returns an object that has the methods of one file and contains the tensors that are split across several files.
+-- `by_path` maps a path to its open file.
 local function pieced_of(placement, path, by_path)
   local self = setmetatable({ path = path, tensors = {} }, Pieced)
   for name, entry in pairs(placement.pieces) do
@@ -62,7 +63,7 @@ end
 
 ---@class ps.pretrained.Files
 ---@field paths string[]
----@field mmap boolean whether the tensors' bytes stay in the files (the option mmap of ps.load)
+---@field mmap boolean whether the tensors' data stays in the mapped files (the option mmap of ps.load)
 ---@field private list table[] the open files, sorted by path
 ---@field private closed boolean
 ---@field private packed? table<string, boolean> names of the tensors in the files that are read in packed form
@@ -74,7 +75,7 @@ Files.__index = Files
 
 --- Opens weight files. The caller closes them after it has read their tensors.
 ---@param paths string[]
----@param mmap? boolean whether the tensors' bytes stay in the files (the option mmap of ps.load)
+---@param mmap? boolean whether the tensors' data stays in the mapped files (the option mmap of ps.load)
 ---@return ps.pretrained.Files
 function files_of.open(paths, mmap)
   local self = setmetatable({ paths = paths, mmap = mmap or false, list = {}, closed = false }, Files)
@@ -88,9 +89,9 @@ function files_of.open(paths, mmap)
   error(problem, 0)
 end
 
---- From now on, reads a quantized tensor in packed form (ps/io/gguf.lua, ps/pretrained/bitsandbytes.lua).
+--- Makes later reads of a quantized tensor return its packed form (ps/io/gguf.lua, ps/pretrained/bitsandbytes.lua).
 ---@param name string
----@param state table a state of these files, which contains a tensor with this name
+---@param state table a state of these files that contains a tensor with this name
 ---@param kind ps.nn.PackedType the type of the packed form
 function Files:keep_packed(name, state, kind)
   local _, raw = state:origin(name)
@@ -105,7 +106,7 @@ function Files:close()
   for _, file in ipairs(self.list) do file:close() end
 end
 
--- Returns the open file with a given path. Opens the file again if the files are closed.
+-- Returns the open file with the given path. Opens the file again if the files are closed.
 local function again(self, path)
   for i, file in ipairs(self.list) do
     if self.paths[i] == path then return self.closed and open_file(path, self.mmap, self.packed) or file end
@@ -122,13 +123,13 @@ end
 
 local function same_name(name) return name end
 
---- Returns all tensors of the open files as one state for load_state_dict. `own_name` maps a name in the files to our
---- name, or to nil to skip the tensor.
+--- Returns all tensors of the open files as one state for load_state_dict. `own_name` maps a name in the files to the
+--- model's name. If it returns nil, the tensor is skipped.
 ---@param own_name? fun(name: string): string? (default: the names in the files)
 ---@return table state
 function Files:state(own_name)
   own_name = own_name or same_name
-  local home, state = {}, { whole = true }                 -- home: our name -> {file, the tensor's name in the file}
+  local home, state = {}, { whole = true }                 -- home: the model's name -> {file, name in the file}
   local placement = self.placement
   local placed, by_path = placement and placement.pieces or {}, {}
   local function take(file, name)
@@ -142,7 +143,9 @@ function Files:state(own_name)
     local file = self.list[i]
     by_path[path] = file
     for _, name in ipairs(file:names()) do
-      local elsewhere = placement and placement.weight_map[name] -- the files of all ranks along tp have the same tensor
+      -- A tensor that is whole on all ranks along tp is in the files of all these ranks. weight_map names one of the
+      -- files.
+      local elsewhere = placement and placement.weight_map[name]
       local hidden = placed[name] or self.quantized and self.quantized:hides(name)
       if not hidden and (not elsewhere or path:sub(-#elsewhere) == elsewhere) then take(file, name) end
     end
@@ -158,7 +161,8 @@ function Files:state(own_name)
   end
   function state.has(_, name) return home[name] ~= nil end
   --- Returns a tensor's file, the tensor's name in the file, and a function that returns the open file. The function
-  --- opens the file again if it is closed. For a tensor in pieces or a weight in NF4, returns the folder and a state.
+  --- opens the file again if it is closed. For a tensor in pieces or a weight in NF4, the first result is the folder,
+  --- and the function returns a state.
   function state.origin(_, name)
     local file = home[name][1]
     if getmetatable(file) ~= Pieced and file ~= self.quantized then
@@ -177,7 +181,7 @@ function Files:state(own_name)
     local file, raw = home[name][1], home[name][2]
     return (file == self.quantized or gguf.is(file.path)) and file:type(raw) or nil
   end
-  --- Makes later reads of a quantized tensor return its blocks. Only weights of bitsandbytes have a choice of types.
+  --- Makes later reads of a quantized tensor return its blocks. `kind` only has an effect on weights of bitsandbytes.
   function state.keep_packed(_, name, kind)
     local file, raw = home[name][1], home[name][2]
     if file == self.quantized then file:keep_packed(raw, kind) else file:keep_packed(raw) end

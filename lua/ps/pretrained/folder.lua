@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Folders in the form of Hugging Face's save_pretrained: finds the folder, its config.json and its files of weights,
--- and copies companion files when a model is saved.
+-- Reads folders in the form of Hugging Face's save_pretrained: finds the folder, its config.json and its weight files.
+-- Also copies companion files when a model is saved.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local json = require "cjson"
@@ -112,8 +112,8 @@ end
 ---@return string
 function folder.where(path) return gguf_of(path) and path or path .. "/config.json" end
 
---- Returns the contents of a folder's config.json, or the same fields for a GGUF file. Raises an error for a folder
---- that contains an adapter, and for weights with an unusual file name.
+--- Returns the contents of a folder's config.json. For a GGUF file, returns the same fields. Raises an error if the
+--- folder contains an adapter, or weights with an unusual file name.
 ---@param path string
 ---@return table
 function folder.config(path)
@@ -140,7 +140,7 @@ function folder.config(path)
   return fields
 end
 
--- Returns the files that an index lists, without duplicates, sorted by name.
+-- Returns the weight files that an index lists, without duplicates and sorted by name.
 local function indexed(path, from)
   local map = folder.read_json(from).weight_map
   if type(map) ~= "table" then error(from .. ": it has no weight_map, which maps tensors to files") end
@@ -157,8 +157,8 @@ local function indexed(path, from)
   return paths
 end
 
---- Returns the weight files of a folder in Hugging Face's order of preference: safetensors before PyTorch files, and a
---- single file before an index. For a GGUF file, returns the file itself.
+--- Returns the weight files of a folder. As in Hugging Face's libraries, safetensors files are preferred to PyTorch
+--- files, and a single file to an index. For a GGUF file, returns the file itself.
 ---@param path string the folder or GGUF file
 ---@return string[]
 function folder.files(path)
@@ -183,7 +183,7 @@ local PARALLEL = "^pytorch_model_tp_(%d+)_pp_(%d+)%.bin$"
 ---@field pieces table<string, {dtype: string, shape: integer[], pieces: {file: string, offset: integer[], shape:
 --- integer[], at: integer[]}[]}> the tensors that are split into several pieces
 
--- Checks the placement entry of a tensor in pieces.
+-- Checks the entry of placement.json for a tensor that is split into pieces.
 local function check_placed(path, name, entry)
   local fine = type(entry) == "table" and type(entry.dtype) == "string" and type(entry.shape) == "table"
     and type(entry.pieces) == "table" and entry.pieces[1] ~= nil
@@ -217,9 +217,9 @@ function folder.placement(path)
   return placement
 end
 
---- Returns the weight files that save_parallelized (OSLO's or ours) wrote to a folder, stage by stage, or nil if the
---- folder has none. Raises an error if a file is missing, and for OSLO's files of tensor-parallel ranks, which do not
---- record how the layers were split.
+--- Returns the weight files that save_parallelized (OSLO's or ours) wrote to a folder, sorted by stage. Returns nil if
+--- the folder has none. Raises an error if a file is missing. Also raises an error for OSLO's files of tensor-parallel
+--- ranks, because these files do not record how the layers were split.
 ---@param path string
 ---@return string[]?
 function folder.stages(path)
@@ -256,7 +256,8 @@ function folder.stages(path)
   return list
 end
 
---- Returns the placement for files that save_parallelized wrote with split layers, or nil for other files.
+--- Returns the placement for files that save_parallelized wrote for a model with split layers. Returns nil for other
+--- files.
 ---@param paths string[]
 ---@return ps.pretrained.Placement? placement
 ---@return string? path the folder
@@ -280,7 +281,7 @@ end
 --- Copies a model's companion files (tokenizer, generation settings) to a folder, unless the folder has them.
 ---@param from string
 ---@param to string
----@param replace? boolean first removes those of the folder, which may be those of another model
+---@param replace? boolean first removes the folder's own companion files, which may belong to another model
 function folder.copy_companions(from, to, replace)
   for _, name in ipairs(replace and COMPANIONS or {}) do
     local path = to .. "/" .. name

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Continues token sequences with a causal model, whose keys and values are cached (generate_rows.lua describes the
--- functions that a model needs for this).
+-- Continues token sequences with a causal model, and caches the model's keys and values. generate_rows.lua describes
+-- the functions that a model needs for this.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local beams = require "ps.pretrained.generate_beams"
@@ -30,8 +30,8 @@ local function draw(rows, chosen, offset)
   return ids:tolist()
 end
 
--- Calls the script's on_token, and on_text for the rows that continue. Returns false if one of them stops the
--- generation.
+-- Calls the script's on_token, and calls on_text for the rows that have not ended. Returns false if one of these
+-- functions stops the generation.
 local function tell_here(chosen, streams, ids, ended, i)
   local go_on = true
   if chosen.on_text then
@@ -46,7 +46,7 @@ local function tell_here(chosen, streams, ids, ended, i)
   return go_on
 end
 
--- Calls tell_here, and returns its result. On several ranks, all ranks stop if one of them stops.
+-- Calls tell_here, and returns its result. If several ranks share the model, all of them stop when one of them stops.
 local function tell(model, chosen, ...)
   if not chosen.followed then return true end
   if not model.together then return tell_here(chosen, ...) end
@@ -87,7 +87,7 @@ local function run(model, prompts, n, chosen)
   return results
 end
 
--- Returns the prompts as lists of ids, and whether the argument was a single prompt instead of a list.
+-- Returns the prompts as lists of ids, and whether the argument was a single prompt instead of a list of prompts.
 local function prompts_of(prompt)
   local mask
   if type(prompt) == "table" and prompt.input_ids ~= nil then
@@ -120,8 +120,9 @@ end
 
 local DEFAULT = 20                      -- number of tokens that transformers adds if neither options nor files set one
 
--- Returns the number of tokens to add. If the call has no count, it is computed from the options or the model's files.
--- If a setting limits the whole length, the longest prompt is subtracted.
+-- Returns the number of tokens to add. If the call does not set it, it is computed from the options or the settings of
+-- the model's files. Some settings limit the length of prompt and continuation. For these settings, the length of the
+-- longest prompt is subtracted.
 local function count(model, n, options, file, prompts)
   options = options or {}
   local longest, config = 0, model.config or {}
@@ -150,8 +151,8 @@ local function count(model, n, options, file, prompts)
 end
 
 --- Continues token sequences, with a cache of keys and values. When all positions of GPT-2 are used, generation
---- continues from the last half of them. Rotary embeddings have no last position. Missing settings are read from the
---- model's generation_config.json, if it has one.
+--- continues from the last half of the tokens. Models with rotary embeddings have no largest position. Missing settings
+--- are read from the model's generation_config.json, if it has one.
 ---@param model ps.pretrained.Model
 ---@param prompt integer[]|integer[][]|ps.Tensor|table a list of ids, a list of such lists of any lengths, int [B, T],
 --- or a tokenizer's result: { input_ids =, attention_mask = }, whose masked ids are left out
@@ -163,15 +164,16 @@ end
 --- length_penalty?: number, early_stopping?: boolean|"never", num_return_sequences?: integer, logits_processor?:
 --- (fun(ids: ps.Tensor, logits: ps.Tensor): ps.Tensor), on_token?: (fun(id: integer|integer[], i: integer): boolean?),
 --- on_text?: (fun(text: string, row: integer): boolean?), skip_special_tokens?: boolean, kv_cache?: "bf16"|"q8_0"}
---- Temperature 0 or do_sample = false selects the likeliest token. min_p drops tokens with less than this fraction of
---- the likeliest token's probability, after top_k and top_p. A sequence ends after a token of eos_token_id, and after
---- the token in which a stop string ends. logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V]
---- (log probabilities with beams). on_token gets -1 for rows that have ended. on_token and on_text stop the generation
---- by returning false. With skip_special_tokens, on_text gets no text of special tokens. kv_cache keeps keys and values
---- rounded to this type, which needs less memory and changes the logits (default: the dtype of the weights, without
---- rounding). Without a seed, the engine's random numbers are used.
----@return integer[]|integer[][] ids The prompt and its continuation. The result is a list of lists if the prompt is, or
---- if num_return_sequences > 1.
+--- Temperature 0 or do_sample = false selects the likeliest token. After top_k and top_p, min_p drops each token whose
+--- probability is less than this fraction of the likeliest token's probability. A sequence ends after a token of
+--- eos_token_id, or after the token in which a stop string ends. logits_processor is called with ids int32 [R, L],
+--- padded on the left, and logits fp32 [R, V]. With beams, these logits are log probabilities. on_token is called with
+--- -1 for rows that have ended. on_token and on_text stop the generation by returning false. With skip_special_tokens,
+--- the text for on_text omits special tokens. kv_cache stores keys and values in this type, which needs less memory and
+--- changes the logits. By default they have the dtype of the weights and are not rounded. Without a seed, the engine's
+--- random numbers are used.
+---@return integer[]|integer[][] ids The prompt and its continuation. The result is a list of lists if the prompt is a
+--- list of prompts, or if num_return_sequences > 1.
 return function(model, prompt, n, options)
   if options == nil and type(n) == "table" then n, options = nil, n end
   local function read()

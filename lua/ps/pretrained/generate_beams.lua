@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Beam search as in transformers 5: the `num_beams` likeliest continuations of each prompt continue, and the best of
--- those that have ended are kept. A score is the sum of a continuation's log probabilities, divided by its length to
--- the power length_penalty once it has ended. Sizes: B prompts, K beams, V words.
+-- Beam search as in transformers 5. At each step, the `num_beams` likeliest continuations of each prompt are continued.
+-- The best continuations that have ended are kept. The score of a running continuation is the sum of its log
+-- probabilities. When a continuation ends, its score is divided by its length to the power length_penalty.
+-- Sizes: B prompts, K beams, V words.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local generate_choose = require "ps.pretrained.generate_choose"
@@ -16,7 +17,7 @@ local NEVER = -1e9                                         -- smaller than every
 ---@field token? integer
 ---@field parent? ps.pretrained.Beam the beam that this beam continues, or nil if it continues the prompt
 
--- Returns the last n tokens, or fewer, of a prompt and its continuation.
+-- Returns the last n tokens of a prompt and its continuation, or all of them if there are fewer.
 local function tail_of(beam, prompt, n)
   local back = {}
   while beam.parent and #back < n do back[#back + 1], beam = beam.token, beam.parent end
@@ -33,8 +34,8 @@ local function ids_of(beam, prompt)
   return ids
 end
 
--- Returns the likeliest continuations by one token, as scores and token indices of [B, K * V]. The largest score is
--- first.
+-- Returns the likeliest continuations by one token: their scores and their indices in [B, K * V], sorted by descending
+-- score.
 local function candidates(rows, running, K, keep, chosen)
   local B = #running
   return scope.scope(function()
@@ -51,7 +52,7 @@ local function candidates(rows, running, K, keep, chosen)
   end)
 end
 
--- Adds candidates that have ended to the list of a prompt's K best finished candidates.
+-- Adds the candidates that have ended to a prompt's list, which keeps the K best ended candidates.
 local function finish(state, found, K, length, chosen)
   if not state.improvable or chosen.early_stopping == true and #state.finished == K then return end
   for rank, beam in ipairs(found) do
@@ -65,8 +66,8 @@ local function finish(state, found, K, length, chosen)
   end
 end
 
--- Returns the K candidates that continue: first the candidates that have not ended, then those that have. The order
--- within both groups is kept.
+-- Returns the K candidates to continue: first the candidates that have not ended, then those that have ended. The order
+-- within each of these two groups is kept.
 local function go_on(found, K)
   local list = {}
   for _, beam in ipairs(found) do if not beam.ended and #list < K then list[#list + 1] = beam end end
@@ -78,7 +79,7 @@ local function go_on(found, K)
   return list
 end
 
--- Returns whether a running beam can still score higher than the worst of K finished beams.
+-- Returns whether a running beam can still reach a higher score than the worst of the K finished beams.
 local function may_improve(state, best, K, length, n, chosen)
   if #state.finished < K then return true end
   if chosen.early_stopping == "never" and chosen.length_penalty > 0 then length = n end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Changes logits before a token is chosen, in transformers' order: repetition penalty (Keskar et al. 2019, "CTRL"),
--- n-grams that must not repeat, an end token that is not allowed yet, and a user's function. Padding is ignored.
--- Sizes: R rows, L columns so far, V words.
+-- Changes logits before a token is chosen. The changes are applied in the order of transformers: the repetition penalty
+-- (Keskar et al. 2019, "CTRL"), a ban on repeated n-grams, a ban on end tokens before the minimum length, and a user's
+-- function. Padding is ignored. Sizes: R rows, L columns so far, V words.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -12,8 +12,8 @@ local error = caller.error
 
 local choose = {}
 
--- Returns a bool [R, V] that marks the tokens which occur in each row of ids (int [R, n]). Only columns where `chosen`
--- (bool [R, n]) is true count; if `chosen` is nil, all columns count.
+-- Returns a bool tensor [R, V] that marks the tokens which occur in each row of ids (int [R, n]). Only columns where
+-- `chosen` (bool [R, n]) is true are searched. If `chosen` is nil, all columns are searched.
 local function words(logits, ids, chosen)
   local zero = create.zeros(logits:shape(), { dtype = "fp32", device = logits:device() })
   local one
@@ -28,7 +28,7 @@ local function less_repetition(logits, rows, penalty)
   return tensors.where(seen, scaled, logits)
 end
 
--- Forbids tokens that would complete an n-gram which the row already contains.
+-- Forbids each token that would complete an n-gram which the row already contains.
 local function no_ngram_again(logits, rows, n)
   local ids, m = rows.ids, rows.length - n + 1                          -- m: number of n-grams
   if m < 1 then return logits end
@@ -45,8 +45,8 @@ end
 ---@param logits ps.Tensor fp32 [R, V]; the function may overwrite them
 ---@param rows ps.pretrained.Rows
 ---@param chosen table generate's settings
----@param together? fun(fn: fun(): boolean): boolean given if several ranks share the model; runs fn, and raises an
---- error of one rank on all ranks
+---@param together? fun(fn: fun(): boolean): boolean is given if several ranks share the model. It runs fn, and raises
+--- one rank's error on all ranks
 ---@return ps.Tensor
 function choose.process(logits, rows, chosen, together)
   if chosen.repetition_penalty ~= 1 then logits = less_repetition(logits, rows, chosen.repetition_penalty) end

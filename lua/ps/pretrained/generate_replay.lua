@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Repeats the ops of a generation step without running the model's Lua code. When a model continues a text token by
--- token, two consecutive steps run the same ops on the same weights and caches. They differ only in the tensors of the
--- batch and in the number of cached positions. The ops of two steps are recorded and compared. If nothing else differs,
--- the following steps run the recorded ops, with the same bits. Otherwise all steps run the model's code.
+-- token, two consecutive steps run the same ops on the same weights and caches. Only the tensors of the batch and the
+-- number of cached positions differ. This file records the ops of two steps and compares them. If only
+-- these two things differ, the following steps run the recorded ops, and the results are identical bit for bit.
+-- Otherwise all steps run the model's code.
 --
--- The model's code runs in each step if the step has several columns, if a module's code is not psluajit's, if the
--- model has hooks or adapters, if it belongs to an engine or to ranks, or while ops are profiled, cast or checked for
--- anomalies. An assignment to a module outside of its calls ends the repetition.
+-- A step runs the model's code in these cases: the step has several columns; a module's code is not part of psluajit;
+-- the model has hooks or adapters; an engine or several ranks hold the model; or ops are profiled, cast or checked for
+-- anomalies. If a script assigns to a module's field outside the module's calls, the recorded ops are discarded.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
@@ -15,25 +16,26 @@ local nn_module = require "ps.nn.module"
 local scope = require "ps.core.scope"
 local C, ffi = native.C, native.ffi
 
--- on: whether steps are repeated; specs compare both. count: number of steps that were repeated.
+-- on: whether steps are repeated. Tests turn this off to compare both ways. count: number of steps that were repeated.
 local replay = { on = true, count = 0 }
 
 local POINTER, WORDS = ffi.typeof "ps_tensor *", ffi.typeof "int64_t *"
 local words, pointers = array "int64_t", array "ps_tensor *"
-local NONE = -1                         -- slot of an absent input or output
+local NONE = -1                         -- the slot number for an absent input or output
 
--- A slot stands for one tensor of a step: of the batch (kind: its name), made outside the step (a pointer), or an
--- output of an op (true).
+-- A slot is the number of one tensor of a step. Its kind is the tensor's name for a tensor of the batch, the tensor's
+-- pointer for a tensor made outside the step, or true for an output of an op.
 ---@class ps.pretrained.Tape
 ---@field at integer number of cached positions of the recorded step
----@field kinds table<integer, string|ffi.cdata*|true> what each slot stands for, from 0
+---@field kinds table<integer, string|ffi.cdata*|true> kind of each slot, counted from 0
 ---@field count integer number of slots
----@field ops table[] the ops in order: op, or nil for attention over the caches; ins and outs: slots; attrs: bytes
----@field held ffi.cdata*[] references that keep the addresses of the recorded tensors distinct
+---@field ops table[] the ops in order. op: the op, or nil for attention over the caches; ins and outs: slots; attrs:
+---  the attributes as bytes
+---@field held ffi.cdata*[] references that keep recorded tensors alive, so that each address belongs to one tensor
 ---@field forms string names and types of the batch's tensors
----@field results table<string, integer> slots of the last part's results
----@field unrepeatable boolean? whether a tensor belongs to an engine, an op needs ranks, or values were read, on which
----  the ops of later steps can depend
+---@field results table<string, integer> slots of the results of the model's last part
+---@field unrepeatable boolean? whether the step cannot be repeated: a tensor belongs to an engine, an op needs several
+---  ranks, or the code read values, on which the ops of later steps can depend
 
 local function address(t) return tonumber(ffi.cast("intptr_t", ffi.cast(POINTER, t))) end
 
@@ -45,7 +47,7 @@ local function tensors_of(batch)
   return names
 end
 
--- Returns the names of a batch's tensors, their numbers of dimensions and their types, as a text.
+-- Returns a text that lists the batch's tensors: their names, numbers of dimensions and types.
 local function forms_of(batch)
   local names = tensors_of(batch)
   for i, name in ipairs(names) do names[i] = ("%s %d %d"):format(name, batch[name].ndim, batch[name].dtype_) end
@@ -68,7 +70,7 @@ local function drop(tape)
   tape.held = {}
 end
 
--- Returns the slot of an input. A tensor that no recorded op has made was made outside the step.
+-- Returns the slot of an input. If no recorded op made the tensor, the tensor was made outside the step.
 local function input(tape, slots, t)
   if t == nil then return NONE end
   t = ffi.cast(POINTER, t)
@@ -89,7 +91,7 @@ local function output(tape, slots, t)
   return slots[address(t)]
 end
 
--- Runs the parts, and returns the carry and the tape of its ops.
+-- Runs the model's parts and records their ops. Returns the result of the last part, and the tape.
 local function record(list, batch, run)
   local tape, slots = { at = batch.at, kinds = {}, count = 0, ops = {}, held = {}, forms = forms_of(batch) }, {}
   for _, name in ipairs(tensors_of(batch)) do
@@ -125,8 +127,9 @@ local function same_slots(a, b)
   return true
 end
 
--- Compares the attributes of an op in two steps. Returns the offsets to the number of cached positions of the words
--- that differ, by index, or nil if a word differs in another way.
+-- Compares the attributes of one op in two steps, word by word. at_a and at_b are the numbers of cached positions in
+-- the two steps. A word may differ if it is the number of cached positions plus 0 or 1 in both steps. Returns this
+-- addend for each such word, by the word's index. Returns nil if a word differs in another way.
 local function moving(a, b, at_a, at_b)
   if a == b then return {} end
   if #a ~= #b or #a % 8 ~= 0 then return nil end
@@ -141,12 +144,12 @@ local function moving(a, b, at_a, at_b)
   return moves
 end
 
--- Returns the program of two tapes of consecutive steps, or nil if they differ.
+-- Returns the program that repeats the steps of two consecutive tapes. Returns nil if the tapes differ.
 local function program_of(a, b)
   if a.unrepeatable or b.unrepeatable then return nil end
   if a.forms ~= b.forms or a.count ~= b.count or #a.ops ~= #b.ops then return nil end
   for slot = 0, a.count - 1 do
-    if a.kinds[slot] ~= b.kinds[slot] then return nil end         -- pointers are compared by address
+    if a.kinds[slot] ~= b.kinds[slot] then return nil end         -- pointers are equal if their addresses are equal
   end
   local program = { ops = {}, batch = {}, results = {}, count = a.count, held = {},
     slots = pointers(a.count) }
@@ -201,7 +204,7 @@ local function run_op(step, slots)
   return C.ps_apply(native.ctx, step.op, #inputs, ins, step.attrs, step.nbytes, outs)
 end
 
--- Releases the outputs that are left after an error.
+-- Frees the outputs that still exist after an error.
 local function release_all(program)
   for slot = 0, program.count - 1 do
     if program.kinds[slot] == true and program.slots[slot] ~= nil then
@@ -240,8 +243,8 @@ local function play(program, batch)
   return carry
 end
 
--- Returns whether the modules' ops depend only on their weights and inputs. A head whose weight is a token table is not
--- one of the model's modules.
+-- Returns whether the modules' ops depend only on their weights and inputs. Also checks a head that shares its weight
+-- with the token embedding, because this head is not in the list of the model's modules.
 local function is_plain(model, modules)
   local head = rawget(model, "tied_head")
   if head and module_hooks.has(head) then return false end
@@ -261,12 +264,12 @@ end
 ---@field model ps.pretrained.Model
 ---@field list ps.nn.Part[] the model's parts
 ---@field modules ps.nn.Module[]? the model and its modules
----@field ours boolean? whether the code of `modules` is psluajit's
+---@field ours boolean? whether all code of `modules` is part of psluajit
 ---@field rows integer? number of rows of the recorded steps
----@field tape ps.pretrained.Tape? the first of two steps
----@field program table? what the steps have in common
+---@field tape ps.pretrained.Tape? the tape of the first of two steps
+---@field program table? the program that repeats the steps
 ---@field caches table? the caches of the recorded steps
----@field changes integer value of nn_module.assigned for which the modules are known
+---@field changes integer value of nn_module.assigned when `modules` was computed
 ---@field failed boolean? whether two steps differed
 local Replay = {}
 Replay.__index = Replay
@@ -277,14 +280,15 @@ local function forget(self)
   self.tape, self.program, self.rows, self.modules = nil, nil, nil, nil
 end
 
--- Returns the model with its modules, as a list.
+-- Returns a list of the model and all its modules.
 local function modules_of(model)
   local list = {}
   for _, module in model:named_modules() do list[#list + 1] = module end
   return list
 end
 
--- Returns whether all code of a step is psluajit's. Code of a script can depend on anything, and can have effects.
+-- Returns whether all code of a step is part of psluajit. A script's code could depend on anything and have side
+-- effects.
 local function is_ours(model, modules, list)
   local functions = { model.next_logits, model.step_batch }
   for _, module in ipairs(modules) do functions[#functions + 1] = module.forward end
@@ -295,7 +299,7 @@ local function is_ours(model, modules, list)
   return true
 end
 
--- Runs a step, which is recorded or repeated if possible. `run` runs the parts.
+-- Runs a step. The step is recorded or repeated if possible. `run` runs the model's parts.
 function Replay:step(list, batch, run)
   local ids = batch.input_ids
   if not replay.on or self.failed or batch.caches == nil or batch.at == 0 or ids:size(1) ~= 1 or not is_free() then
@@ -333,10 +337,10 @@ function Replay:step(list, batch, run)
   return carry
 end
 
---- Repeats the steps of a model that generates. The model's parts then have a field `replay`, which parts.fold calls.
+--- Makes a generation repeat its model's steps. Sets the field `replay` of the list of parts, which parts.fold calls.
 ---@param model ps.pretrained.Model
 ---@param list ps.nn.Part[] the model's parts, which only this generation uses
----@return ps.pretrained.Replay? replay nil if the steps of this model always run its code
+---@return ps.pretrained.Replay? replay nil if the steps of this model must always run its code
 function replay.attach(model, list)
   if model.together or model.agreed or not model.named_modules then return nil end
   local self = setmetatable({ model = model }, Replay)
@@ -345,7 +349,7 @@ function replay.attach(model, list)
   return self
 end
 
---- Frees what a replay holds.
+--- Frees the recorded tensors, and detaches the replay from the parts.
 function Replay:close()
   forget(self)
   self.list.replay = nil

@@ -1,19 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sequences that a causal model continues: their tokens in one tensor, padded on the left, and the keys and values of
--- the columns that the model has read. A model needs these functions:
---   positions()                  how many positions it has; math.huge: any number
---   new_caches(R, S, kind)       by layer a table of tensors [R rows, ., S positions, .], of the dtype of the weights,
---                                or of kind "bf16" or "q8_0" (uint8, rows of blocks)
---   next_logits(ids, step)       logits [R, V] or [R, 1, V] after the columns ids int [R, n], which follow step.at
---                                columns in step.caches; step.mask bool [R, at + n], or nil: false hides a column;
---                                step.position_ids int64 [R, n], or nil: at, at + 1, ...;
---                                step.parts: parts() of the model (nn/parts.lua), if it has that method
--- To generate in a pipeline, too:
---   step_batch(ids, step)        the same as a batch for its parts (nn/parts.lua); the last returns { logits = }
--- A model in a pipeline (engine/pipeline/generate.lua) also has where_ids, the device of ids, and functions of the
--- ranks:
---   agreed(read)                 read() on all ranks: an error of one, or another request, is an error of all
---   together(fn)                 fn() on all ranks: an error of one is raised on all; false if any rank returns false
+-- The sequences that a causal model continues. Their tokens are in one tensor, padded on the left. The caches hold the
+-- keys and values of the columns that the model has read. A model needs these functions:
+--   positions()                  returns the model's number of positions, or math.huge if it has no limit
+--   new_caches(R, S, kind)       returns a table with a table of tensors [R rows, ., S positions, .] for each layer.
+--                                Their dtype is that of the weights, or kind "bf16" or "q8_0" (uint8, rows of blocks)
+--   next_logits(ids, step)       returns logits [R, V] or [R, 1, V] after the columns ids int [R, n]. These columns
+--                                follow the step.at columns whose keys and values are in step.caches.
+--                                step.mask: bool [R, at + n], false hides a column; nil hides none
+--                                step.position_ids: int64 [R, n]; nil means at, at + 1, ...
+--                                step.parts: the result of the model's parts() (nn/parts.lua), if it has that method
+-- To generate in a pipeline, a model also needs this function:
+--   step_batch(ids, step)        returns a batch with the same inputs for the model's parts (nn/parts.lua). The last
+--                                part returns { logits = }
+-- A model in a pipeline (engine/pipeline/generate.lua) also has the field where_ids, the device of ids, and these
+-- functions, which coordinate the ranks:
+--   agreed(read)                 calls read() on all ranks. If it fails on one rank, or if the ranks' requests differ,
+--                                raises an error on all ranks
+--   together(fn)                 calls fn() on all ranks. Raises one rank's error on all ranks. Returns false if fn
+--                                returns false on any rank
 -- Sizes: R rows, which are B prompts times `copies`; L columns; V words.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
@@ -26,12 +30,12 @@ local error = caller.error
 ---@field ids ps.Tensor int32 [R, L]; a prompt's last token is in column `width` - 1
 ---@field width integer number of columns of the prompts
 ---@field length integer number of filled columns
----@field parts ps.nn.Part[]? the model's parts, if it has any, as one list that is used for all tokens
----@field starts integer[] for each row, the column of its first token, from 0
+---@field parts ps.nn.Part[]? the list of the model's parts, made once for all tokens; nil if the model has no parts
+---@field starts integer[] the column of each row's first token, counted from 0
 ---@field lead integer the largest value of `starts`
----@field base integer? the column of ids at position 0 of the caches; nil before the first logits
----@field kind? string type of the caches, if it is not that of the weights
----@field at integer number of columns, counted from `base`, whose keys and values are in the caches
+---@field base integer? the column of ids whose position in the caches is 0; nil before the first logits
+---@field kind? string type of the caches, if it differs from that of the weights
+---@field at integer number of columns, starting at `base`, whose keys and values are in the caches
 local Rows = {}
 Rows.__index = Rows
 
@@ -65,14 +69,15 @@ function rows.new(model, prompts, n, copies, kind)
   return self
 end
 
--- Returns the column indices `first`, first + 1, ... as int64 [1, n], and `starts` as int64 [R, 1], for a comparison of
--- both.
+-- Returns two tensors to compare: the column indices `first`, first + 1, ... as int64 [1, n], and `starts` as
+-- int64 [R, 1].
 local function columns_and_starts(self, first, n, starts)
   local where = { dtype = "int64", device = self.ids:device() }
   return create.arange(first, first + n, 1, where):reshape(1, n), create.tensor(starts, where):reshape(self.count, 1)
 end
 
---- Returns which of the first n columns hold tokens instead of padding, as bool [R, n], or nil if all do.
+--- Returns which of the first n columns hold tokens instead of padding, as bool [R, n]. Returns nil if no column holds
+--- padding.
 ---@param n integer
 ---@return ps.Tensor?
 function Rows:real(n)
@@ -83,7 +88,7 @@ end
 
 local DTYPES = { bf16 = "bf16", q8_0 = "uint8" }
 
--- Raises an error if a model ignores the type of its caches.
+-- Raises an error if the model ignored the requested type of its caches.
 local function check_caches(caches, kind)
   local _, layer = next(caches)
   local _, t = next(layer or {})
@@ -92,7 +97,7 @@ local function check_caches(caches, kind)
     kind, t:dtype()))
 end
 
--- Restarts reading at a column: empties the caches, and assigns position 0 to the column.
+-- Makes the model read again from column `base`: the caches become empty, and the column gets position 0.
 local function read_from(self, base)
   if not self.caches then
     self.caches = self.model:new_caches(self.count, self.window, self.kind)
@@ -102,20 +107,21 @@ local function read_from(self, base)
   if self.lead > base then
     local columns, starts = columns_and_starts(self, base, self.window, self.starts)
     self.mask = columns:ge(starts)                                      -- [R, window]
-    self.shift = (starts - base):clamp(0, self.window)                  -- position 0 of each row, [R, 1]
+    self.shift = (starts - base):clamp(0, self.window)                 -- [R, 1], the position of each row's first token
   end
 end
 
---- Makes room in the caches. If all of the model's positions are used, reading restarts with the last half.
+--- Ensures that the caches have room for another column. If all of the model's positions are used, the model reads the
+--- last half of the columns again.
 function Rows:ready()
   if not self.base then read_from(self, math.max(0, self.length - self.window))
   elseif self.at >= self.window then read_from(self, self.length - math.ceil(self.window / 2)) end
 end
 
--- Returns the rows 0, copies, 2 copies, ... of caches, masks or ids, which are the first rows of the prompts.
+-- Returns the rows 0, copies, 2 copies, ... of a cache, a mask or ids. These are the first rows of the prompts.
 local function firsts(self, t) return t:slice(0, 0, self.count, self.copies) end
 
--- Copies the caches of each prompt's first row to the prompt's other rows, for the columns before n.
+-- Copies the caches of each prompt's first row to the prompt's other rows. Only positions before n are copied.
 local function hand_on(self, n)
   local prompts = self.count / self.copies
   for _, layer in pairs(self.caches) do
@@ -126,11 +132,13 @@ local function hand_on(self, n)
   end
 end
 
---- Reads the columns that the model has not read yet. The caller calls `ready` first, outside the scope of this call.
+--- Runs the model on the columns that it has not read yet. The caller first calls `ready`, outside the scope in which
+--- it calls this function.
 ---@return ps.Tensor logits fp32 [R, V] for the next token
 function Rows:logits()
   local from, n = self.base + self.at, self.length - self.base - self.at
-  local once = self.copies > 1 and self.at == 0 and self.length == self.width  -- all copies of a prompt are still equal
+  -- All copies of a prompt are still equal, so the model reads each prompt only once.
+  local once = self.copies > 1 and self.at == 0 and self.length == self.width
   local function part(t)
     if t == nil or not once then return t end
     return firsts(self, t)
@@ -159,7 +167,7 @@ function Rows:logits()
   return logits:dtype() == "fp32" and logits or logits:to("fp32")
 end
 
---- Appends a column.
+--- Appends a column of tokens.
 ---@param ids ps.Tensor int [R]
 function Rows:append(ids)
   self.ids:narrow(1, self.length, 1):copy_(ids:reshape(self.count, 1))
@@ -177,7 +185,7 @@ function Rows:reorder(order)
     local written = self.ids:narrow(1, self.width, self.length - self.width)
     written:copy_(written:index_select(0, index))
   end
-  -- all rows of a prompt are equal in the prompt's columns
+  -- All rows of a prompt are equal in the prompt's columns, so only later columns are copied.
   local first = math.max(0, self.width - self.base)
   if first >= self.at then return end
   for _, layer in pairs(self.caches) do

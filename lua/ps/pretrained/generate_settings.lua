@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The settings of generate: a script's options, then the generation_config.json of the model's folder, under
--- transformers' names and with their meaning. A setting that would change the tokens and is not supported is refused by
--- name.
+-- The settings of generate. A script's options take precedence over the generation_config.json of the model's folder.
+-- Names and meanings are those of transformers. If a setting would change the tokens and is not supported, an error
+-- names it.
 local caller = require "ps.core.caller"
 local folder = require "ps.pretrained.folder"
 local json = require "cjson"
@@ -21,13 +21,13 @@ local OPTIONS = { temperature = "number", top_k = "whole", top_p = "number", min
   logits_processor = "callable", on_token = "callable", on_text = "callable",
   skip_special_tokens = "boolean", kv_cache = "string" }
 
--- The settings of generation_config.json that are supported, with their kinds.
+-- The supported settings of generation_config.json, and their kinds.
 local FOLLOWED = { temperature = "number", top_k = "number", top_p = "number", min_p = "number", do_sample = "boolean",
   repetition_penalty = "number", no_repeat_ngram_size = "number", min_new_tokens = "number", eos_token_id = "any",
   stop_strings = "any", num_beams = "number", length_penalty = "number", early_stopping = "any",
   num_return_sequences = "number", max_new_tokens = "number", max_length = "number" }
--- The settings of generation_config.json that change the tokens and are not supported, each with the values that have
--- no effect.
+-- The settings of generation_config.json that change the tokens and are not supported. Each has a list of the values
+-- that have no effect.
 local REFUSED = { typical_p = { 1 }, top_h = {}, epsilon_cutoff = { 0 }, eta_cutoff = { 0 }, penalty_alpha = { 0 },
   encoder_repetition_penalty = { 1 }, encoder_no_repeat_ngram_size = { 0 }, bad_words_ids = {}, sequence_bias = {},
   suppress_tokens = {}, begin_suppress_tokens = {}, forced_bos_token_id = {}, forced_eos_token_id = {},
@@ -43,8 +43,8 @@ local function is_neutral(value, neutral)
   return false
 end
 
--- Reads and checks a model's generation_config.json. If there is none, config.json may have the same fields, as in
--- older folders.
+-- Reads and checks a model's generation_config.json. If the file does not exist, reads the same fields from
+-- config.json, where older folders have them.
 local function file_of(model)
   local known = rawget(model, "generation_config")
   if known then return known end
@@ -72,7 +72,7 @@ local function within(chosen, key, low, high, words)
   end
 end
 
--- Returns the ids that end a sequence as a set, and their count.
+-- Returns the set of ids that end a sequence, and the number of these ids.
 local function ends(value, vocabulary)
   local set, count = {}, 0
   if value == nil or value == false then return set, count end
@@ -87,8 +87,8 @@ local function ends(value, vocabulary)
   return set, count
 end
 
--- Temperature 0 selects the likeliest token. If the script sets nothing, a model without generation_config.json
--- samples, and a model with the file follows it, as in transformers.
+-- Sets the temperature. Temperature 0 selects the likeliest token. As in transformers, if the script sets nothing, a
+-- model with a generation_config.json uses the file's settings, and a model without the file samples.
 local function choose_temperature(chosen, given, file)
   local asked = given.temperature or given.top_k or given.top_p or given.min_p
   local sample = given.do_sample
@@ -127,7 +127,7 @@ end
 --- Returns all settings for a call of generate.
 ---@param model ps.pretrained.Model
 ---@param options? table see generate
----@return table chosen the settings, with eos as a set; generate_text describes stops and tail
+---@return table chosen the settings; `eos` is a set of ids, and generate_text.lua describes `stops` and `tail`
 ---@return table file the contents of generation_config.json
 function settings.of(model, options)
   local given = caller.options(options, "generate", OPTIONS)
@@ -175,7 +175,7 @@ local function words(value)
   return "{ " .. table.concat(list, ", ") .. " }"
 end
 
---- Returns the settings that determine the tokens, as pairs {name, value}. The ranks of a pipeline compare them.
+--- Returns the settings that determine the tokens, as pairs {name, value}. The ranks of a pipeline compare these pairs.
 ---@param request {prompts: integer[][], n: integer, chosen: table}
 ---@return string[][]
 function settings.told(request)
@@ -186,7 +186,7 @@ function settings.told(request)
   local keys = {}
   for key in pairs(OPTIONS) do keys[#keys + 1] = key end
   table.sort(keys)
-  for _, key in ipairs(keys) do                            -- a script can set callbacks on one rank only
+  for _, key in ipairs(keys) do                            -- these settings may differ between ranks
     local follows = key == "on_token" or key == "on_text" or key == "tokenizer" or key == "skip_special_tokens"
     if key ~= "seed" and not follows then list[#list + 1] = { key, words(chosen[key]) } end
   end
@@ -195,7 +195,7 @@ function settings.told(request)
   return list
 end
 
---- Returns the seed for sampling: the given seed, or else a seed drawn from the engine's random numbers.
+--- Returns the seed for sampling. If the call does not set a seed, draws one from the engine's random numbers.
 ---@param chosen table
 ---@return integer
 function settings.seed(chosen)

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The text of tokens that arrive one by one: pieces of whole characters, and whether a stop string was completed.
+-- Converts tokens that arrive one by one to text. Each piece of text consists of whole characters. Also detects
+-- completed stop strings.
 local copied = require "ps.core.copied"
 
 local text = {}
 
 local BROKEN = "\239\191\189"  -- U+FFFD, which replaces a character whose last bytes are missing
-local BEFORE = 8  -- number of the prompt's tokens that are decoded together with the first piece
+local BEFORE = 8  -- number of the prompt's last tokens that are decoded with the first piece
 
 ---@class ps.pretrained.Stream
 ---@field tokenizer ps.Tokenizer
@@ -15,11 +16,12 @@ local BEFORE = 8  -- number of the prompt's tokens that are decoded together wit
 local Stream = {}
 Stream.__index = Stream
 
---- Returns a stream that decodes a sequence piece by piece. Each piece is decoded together with the previous one, since
---- a token's text can depend on the text before it. For example, Llama 2's blank disappears at the beginning of a text.
+--- Returns a stream that decodes a sequence piece by piece. Each piece is decoded together with the previous piece,
+--- because a token's text can depend on the text before it. For example, Llama 2's blank disappears at the beginning of
+--- a text.
 ---@param tokenizer ps.Tokenizer
 ---@param prompt? integer[] the ids that the sequence continues
----@param skip? boolean omit the text of special tokens
+---@param skip? boolean whether the text of special tokens is omitted
 ---@return ps.pretrained.Stream
 function text.stream(tokenizer, prompt, skip)
   local before = {}
@@ -41,7 +43,7 @@ end
 
 local function give(self, last)
   local shown = self.tokenizer:decode(self.before, self.how)
-  if self.first then shown = without_broken(shown) end     -- the prompt can end within a character
+  if self.first then shown = without_broken(shown) end     -- the prompt can end inside a character
   local all = self.tokenizer:decode(joined(self.before, self.ids), self.how)
   if not last and all:sub(-3) == BROKEN then return nil end
   self.before, self.ids = self.first and joined(self.before, self.ids) or self.ids, {}
@@ -66,8 +68,8 @@ function Stream:finish()
   return piece ~= "" and piece or nil
 end
 
---- Creates a function that gets the last tokens of a sequence and returns whether one of the strings ends within the
---- last token. Also returns the number of tokens that the function needs.
+--- Returns a function that checks whether one of the strings ends in the last token of a sequence. The function is
+--- called with the last tokens of the sequence. Also returns the number of tokens that the function needs.
 ---@param strings string[]
 ---@param tokenizer ps.Tokenizer
 ---@return fun(tail: integer[]): boolean

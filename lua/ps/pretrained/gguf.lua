@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models in GGUF files: a file takes the place of a Hugging Face folder. Its metadata becomes the fields of a
--- config.json, and its tensors get Hugging Face's names, layouts and row orders (gguf_names.lua).
+-- Models in GGUF files. A GGUF file is used like a Hugging Face folder. Its metadata becomes the fields of a
+-- config.json. Its tensors get Hugging Face's names, layouts and row orders (gguf_names.lua).
 local caller = require "ps.core.caller"
 local companions = require "ps.pretrained.gguf_companions"
 local ffi = require "ffi"
@@ -49,8 +49,8 @@ function gguf.architecture(file)
   return arch, name
 end
 
--- Raises an error for metadata keys of the architecture that this file does not support, since the keys could change
--- the model's results.
+-- Raises an error for the architecture's metadata keys that psluajit does not support. These keys could change the
+-- model's results.
 local function check_keys(file, arch, name)
   for _, key in ipairs(file:keys()) do
     local own = key:match("^" .. name .. "%.(.*)$")
@@ -73,8 +73,9 @@ local function nearly(a, b)
   return same
 end
 
--- Returns the rotary settings for rope_freqs.weight, whose factors divide the frequencies. Llama 3's factors become
--- rope_type llama3. Other factors become longrope with two equal lists.
+-- Returns the rotary settings that correspond to the tensor rope_freqs.weight. Its factors divide the frequencies.
+-- Llama 3's factors become rope_type llama3. Other factors become rope_type longrope, with this list as both of its
+-- lists.
 local function of_factors(file, fields, D)
   local list = file:tensor("rope_freqs.weight"):to("fp32"):tolist()
   if #list ~= D / 2 then
@@ -123,7 +124,7 @@ local TURNS = { ["<|eot_id|>"] = true, ["<|im_end|>"] = true, ["<|end|>"] = true
   ["<|endoftext|>"] = true, ["<|eom_id|>"] = true, ["<EOT>"] = true, ["_<EOT>"] = true }
 local CONTROL = 3
 
--- Returns the ids that end a text: an id, a list of several ids, or nil if the file defines none.
+-- Returns the ids that end a text: one id, or a list if there are several. Returns nil if the file defines none.
 local function ends_of(file, vocabulary)
   local list, seen = {}, {}
   local function add(id)
@@ -168,7 +169,7 @@ local function of_decoder(file, arch, name, fields)
   end
 end
 
--- Returns the fields of a config.json except eos_token_id, which needs all of the file's tokens.
+-- Returns the fields of a config.json without eos_token_id, because that field depends on all tokens of the file.
 local function model_fields(file)
   local arch, name = gguf.architecture(file)
   check_keys(file, arch, name)
@@ -202,7 +203,7 @@ local function model_fields(file)
   return fields
 end
 
---- Returns the contents of a config.json for an open file.
+--- Returns the contents of a config.json that describes an open file's model.
 ---@param file ps.Gguf
 ---@return table
 function gguf.fields(file)
@@ -211,8 +212,8 @@ function gguf.fields(file)
   return fields
 end
 
--- Renames the tensors to Hugging Face's names. Raises an error for unknown tensors, since a model without them would be
--- a different model.
+-- Renames the tensors to Hugging Face's names. Raises an error for an unknown tensor, because without this tensor the
+-- model would compute something else.
 local function present(file, arch, fields)
   for _, raw in ipairs(file:names()) do
     local own, rows = names.to_hf(arch, raw)
@@ -224,7 +225,7 @@ local function present(file, arch, fields)
   end
 end
 
---- Returns the contents of a config.json for a file.
+--- Returns the contents of a config.json that describes a file's model.
 ---@param path string
 ---@return table
 function gguf.config(path) return io_gguf.with(path, gguf.fields) end
@@ -241,8 +242,8 @@ function gguf.open(path, mmap)
   return error(problem, 0)
 end
 
---- Writes a GGUF file's tokenizer and generation settings to a folder in Hugging Face's formats, unless the folder has
---- them.
+--- Writes a GGUF file's tokenizer and generation settings to a folder in Hugging Face's formats. Files that the folder
+--- already has are kept.
 ---@param from string
 ---@param to string
 function gguf.write_companions(from, to) companions.write(from, to, gguf.config(from)) end

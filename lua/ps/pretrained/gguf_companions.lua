@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes what a GGUF file holds besides weights to a folder, in Hugging Face's forms: tokenizer.json,
+-- Converts the parts of a GGUF file that are not weights to files in Hugging Face's formats: tokenizer.json,
 -- tokenizer_config.json, chat_template.jinja and generation_config.json.
 local native = require "ps.core.ffi"
 local encode = require "ps.core.encode"
@@ -16,8 +16,8 @@ local function write(path, text)
   end
 end
 
--- Returns the merges for a vocabulary with scores: all pairs of tokens whose concatenation is a token, sorted by the
--- concatenation's score, highest first.
+-- Returns the merges for a vocabulary with scores. Each pair of tokens whose concatenation is a token becomes a merge.
+-- The merges are sorted by the score of the concatenation, highest first.
 local function merges_of_scores(t)
   local ids, order, merges = {}, {}, {}
   for i, token in ipairs(t.tokens) do
@@ -63,7 +63,7 @@ local function tokenizer_json(t)
   for _, key in ipairs { "normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding" } do
     if all[key] == nil then all[key] = json.null end
   end
-  local mark = "MODEL"                             -- a text that does not occur elsewhere in the file
+  local mark = "MODEL"                             -- stands for the model, and occurs nowhere else
   local rest = encode(all, "tokenizer.json")
   while rest:find(mark, 1, true) do mark = mark .. "_" end
   all.model = mark
@@ -78,7 +78,7 @@ end
 
 local CLASSES = { gpt2 = "PreTrainedTokenizerFast", llama = "PreTrainedTokenizerFast", bert = "BertTokenizer" }
 
---- Writes the tokenizer files for a GGUF file to a folder, unless the folder has them.
+--- Writes the tokenizer files for a GGUF file to a folder. Files that the folder already has are kept.
 ---@param from string the GGUF file
 ---@param to string
 function companions.write_tokenizer(from, to)
@@ -94,7 +94,7 @@ function companions.write_tokenizer(from, to)
   end)
 end
 
---- Writes a GGUF file's tokenizer and generation settings to a folder, unless the folder has them.
+--- Writes a GGUF file's tokenizer and generation settings to a folder. Files that the folder already has are kept.
 ---@param from string the GGUF file
 ---@param to string
 ---@param fields table the contents of its config.json

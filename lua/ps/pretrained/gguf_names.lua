@@ -1,19 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Architectures of GGUF files: llama.cpp's keys of the metadata and names of tensors, and the settings and names of
--- Hugging Face to which they correspond. N in a name is the number of a layer.
+-- Architectures of GGUF files. For each architecture, tables map llama.cpp's metadata keys to Hugging Face's settings,
+-- and llama.cpp's tensor names to Hugging Face's names. N in a name is the index of a layer.
 local names = {}
 
 ---@class ps.gguf.Architecture
 ---@field model_types table<string, boolean> the model_types that are written as this architecture
----@field model_type string the model_type as which files of this architecture are read
+---@field model_type string the model_type that files of this architecture get when they are read
 ---@field class string the class name for config.json's architectures
----@field prefix string the prefix of the body's parameter names in the class; a body without a head has no prefix
----@field keys table<string, string> metadata key, without the architecture's name -> setting
+---@field prefix string the prefix of the body's parameter names in this class; a body without a head has no prefix
+---@field keys table<string, string> maps a metadata key without the architecture's name to a setting
 ---@field tensors string[][] { GGUF's name, Hugging Face's name, row order: "heads", "groups" or "swapped" }
 ---@field optional table<string, boolean> keys that may be absent
 ---@field known table<string, boolean> keys that psluajit ignores because they have no effect
 
--- Metadata keys of every decoder. DECODER has the keys that become settings, and KNOWN those without an effect.
+-- Metadata keys that every decoder has. DECODER has the keys that become settings. KNOWN has the keys without an
+-- effect.
 local DECODER = { context_length = "max_position_embeddings", embedding_length = "hidden_size",
   block_count = "num_hidden_layers", feed_forward_length = "intermediate_size",
   ["attention.head_count"] = "num_attention_heads", ["attention.head_count_kv"] = "num_key_value_heads",
@@ -98,7 +99,7 @@ names.ARCHITECTURES = {
     optional = {}, known = { vocab_size = true, ["attention.causal"] = true, pooling_type = true }, tensors = BERT },
 }
 
---- Returns the architecture as which models of a model_type are written.
+--- Returns the architecture in which models with a given model_type are written.
 ---@param model_type string
 ---@return string? name
 ---@return ps.gguf.Architecture?
@@ -108,7 +109,8 @@ function names.of_model_type(model_type)
   end
 end
 
--- Returns the tensor rows of an architecture, indexed by one of their two names, in which N replaces the layer's index.
+-- Returns the rows of an architecture's table `tensors`, indexed by one of their two names. In this name, N replaces
+-- the layer's index.
 local function by_column(arch, column)
   arch.by = arch.by or {}
   if not arch.by[column] then
@@ -134,7 +136,8 @@ end
 ---@return integer? layer
 function names.to_hf(arch, name) return translate(arch, name, 1, 2) end
 
---- Returns the number of heads in whose order llama.cpp stores the rows of a tensor, or nil if it keeps the row order.
+--- Returns the number of heads if llama.cpp stores the rows of a tensor in its own order by heads. Returns nil if
+--- llama.cpp keeps the row order.
 ---@param settings table Hugging Face's settings of the model
 ---@param rows "heads"|"groups"|"swapped"|nil the row order that to_hf or to_gguf returned
 ---@return integer?
@@ -143,8 +146,8 @@ function names.heads(settings, rows)
   if rows == "groups" then return settings.num_key_value_heads or settings.num_attention_heads end
 end
 
---- Returns GGUF's name for a Hugging Face tensor, or nil if the architecture has no such tensor. The body's prefix can
---- be absent.
+--- Returns GGUF's name for a Hugging Face tensor, or nil if the architecture has no such tensor. The name may lack the
+--- body's prefix.
 ---@param arch ps.gguf.Architecture
 ---@param name string
 ---@return string?

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a model as a GGUF file: the names, row orders, types and metadata that llama.cpp's converter gives it, and the
--- types per tensor of llama-quantize. One tensor is in memory at a time.
+-- Writes a model as a GGUF file. Names, row orders, metadata and general types are those of llama.cpp's converter. The
+-- type of each tensor is the one that llama-quantize chooses. At most one tensor is in memory at a time.
 local caller = require "ps.core.caller"
 local agree = require "ps.dist.agree"
 local native = require "ps.core.ffi"
@@ -19,20 +19,20 @@ local C = native.C
 
 local gguf = {}
 
--- The type of most tensors, and llama.cpp's id of the file type.
+-- For each option, the type of most tensors, and llama.cpp's number for the file type.
 local TYPES = { f32 = { "F32", 0 }, f16 = { "F16", 1 }, bf16 = { "BF16", 32 }, q8_0 = { "Q8_0", 7 },
   q4_0 = { "Q4_0", 2 }, q4_k_m = { "Q4_K", 15 }, q6_k = { "Q6_K", 18 } }
 local BLOCK = { Q8_0 = 32, Q4_0 = 32, Q5_0 = 32, Q4_K = 256, Q6_K = 256 }
 local ALWAYS_F32 = { ["position_embd.weight"] = true, ["token_types.weight"] = true }
 
--- Returns whether llama-quantize's mixture uses more bits for a layer: in the first eighth and the last eighth of the
--- layers, and in every third layer between them.
+-- Returns whether llama-quantize's mixture of types uses more bits for a layer. It does so in the first eighth and the
+-- last eighth of the layers, and in every third layer between them.
 local function more_bits(layer, layers)
   local eighth = math.floor(layers / 8)
   return layer < eighth or layer >= math.floor(7 * layers / 8) or (layer - eighth) % 3 == 2
 end
 
--- Returns the type of a tensor in a file of type `kind`. `shape` is the shape in the file.
+-- Returns the type of one tensor in a file of type `kind`. `shape` is the tensor's shape in the file.
 local function type_of(kind, name, shape, layer, layers, tied)
   local base = TYPES[kind][1]
   if #shape < 2 or name:match "_norm%.weight$" or not name:match "%.weight$" or ALWAYS_F32[name] then return "F32" end
@@ -51,7 +51,7 @@ local function type_of(kind, name, shape, layer, layers, tied)
   return base
 end
 
--- Returns a parameter count in llama.cpp's rounding for general.size_label, for example 135M or 1.2B.
+-- Returns a parameter count as text for general.size_label, rounded as in llama.cpp, for example 135M or 1.2B.
 local function size_label(n)
   local scale, suffix = 1e3, "K"
   if n > 1e12 then scale, suffix = 1e12, "T"
@@ -88,14 +88,15 @@ local function decoder_entries(add, config, is_qwen2)
   end
   add("rope.freq_base", "float32", p.rope_theta)
   add("attention.layer_norm_rms_epsilon", "float32", config.rms_norm_eps)
-  if config.head_dim or not is_qwen2 then                  -- transformers' settings of Qwen 2 have no head_dim
+  if config.head_dim or not is_qwen2 then                  -- transformers' settings for Qwen 2 have no head_dim
     add("attention.key_length", "uint32", D)
     add("attention.value_length", "uint32", D)
   end
   return p, D
 end
 
--- Returns the factors that divide the rotary frequencies, for the tensor rope_freqs.weight, or nil if there are none.
+-- Returns the values of the tensor rope_freqs.weight, which divide the rotary frequencies. Returns nil if the model
+-- needs no such tensor.
 local function factors(p, D)
   if p.rope_type == "longrope" then
     if p.attention_factor ~= 1 then
@@ -106,7 +107,7 @@ local function factors(p, D)
   return p.rope_type == "llama3" and rope.llama3_factors(p, p.rope_theta, D) or nil
 end
 
--- Returns the metadata entries without those of the tokenizer, and the factors for the rotary frequencies.
+-- Returns the metadata entries except those of the tokenizer, and the factors that divide the rotary frequencies.
 local function entries_of(model, arch_name, arch, kind, parameters, name)
   local config, entries = model.config, {}
   local function general(key, type, value) entries[#entries + 1] = { key, type, value } end
@@ -147,7 +148,7 @@ local function entries_of(model, arch_name, arch, kind, parameters, name)
   return entries, list
 end
 
--- Raises an error for settings that a GGUF file cannot express.
+-- Raises an error for settings that a GGUF file cannot represent.
 local function check_model(model, arch)
   local config, fine = model.config, { llama = "silu", gpt2 = "gelu_new", bert = "gelu" }
   local key = arch.model_type == "gpt2" and "activation_function" or "hidden_act"
@@ -165,8 +166,8 @@ local function check_model(model, arch)
   end
 end
 
--- Converts the entries of save.whole to tensors of the file: {name, type, shape, heads, transposed}, indexed by our
--- names.
+-- Converts the entries of save.whole to tensors of the file: {name, type, shape, heads, transposed}. Returns a list of
+-- these tensors, the same tensors indexed by the model's names, and the number of parameters.
 local function declared(model, arch, entries, kind)
   local config, list, by_name, parameters = model.config, {}, {}, 0
   local layers = config.num_hidden_layers or config.n_layer
@@ -188,7 +189,8 @@ local function declared(model, arch, entries, kind)
   return list, by_name, parameters
 end
 
--- Returns a model's name for general.name, made from the name of its folder or file. Lower-case words are capitalized.
+-- Returns a name for general.name, made from the name of the model's folder or file. Words in lower case are
+-- capitalized.
 local function name_of(model, path)
   local words = {}
   for word in (model.source or path):gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", ""):gsub("%-", " "):gmatch "%S+" do
@@ -200,14 +202,14 @@ local function name_of(model, path)
   return table.concat(words, " ")
 end
 
--- Keys that describe the file and not its model, or that save_gguf computes.
+-- Metadata keys that describe the file instead of its model, or that save_gguf computes.
 local OF_FILE = {}
 for _, key in ipairs { "architecture", "type", "size_label", "file_type", "quantization_version", "alignment" } do
   OF_FILE["general." .. key] = true
 end
 
--- Returns the model's name in its GGUF file, or nil, and the file's other entries general.*, such as the license. The
--- list is empty if the model is not from a GGUF file.
+-- Returns the model's name in its GGUF file, or nil. Also returns the file's other general.* entries, such as the
+-- license. The list is empty if the model was not loaded from a GGUF file.
 local function described(model)
   local name, entries = nil, {}
   if not model.source or not io_gguf.is_path(model.source) then return name, entries end
@@ -221,7 +223,7 @@ end
 
 local OPTIONS = { type = "string", name = "string", pre = "string", certified = "boolean" }
 
--- Checks the options and the model. Returns the type, the architecture and the architecture's name.
+-- Checks the options and the model. Returns the options, the type, the architecture's name and the architecture.
 local function begin(model, path, options)
   io_gguf.check_whole(caller.typed(path, "string", "save_gguf: the path"), "save_gguf")
   options = caller.options(options, "save_gguf", OPTIONS)
@@ -235,9 +237,9 @@ local function begin(model, path, options)
   return options, kind, arch_name, arch
 end
 
---- Writes a model's tensors. All ranks call this function. An error on one rank is raised on all ranks and leaves no
---- file.
----@param model ps.pretrained.Model the source of the settings and the tokenizer; its tensors may have no data
+--- Writes a model's tensors. All ranks call this function. An error on one rank is raised on all ranks, and no file
+--- remains.
+---@param model ps.pretrained.Model provides the settings and the tokenizer; its tensors may have no data
 ---@param all table[] the tensors, in the form of save.whole or save.folder
 ---@param path string
 ---@param given? table see gguf.save
@@ -263,7 +265,7 @@ function gguf.write(model, all, path, given, group)
   end)
   local found = #meta > plain
   for _, one in ipairs(options.certified and verify.entries() or {}) do meta[#meta + 1] = one end
-  if not found then                                          -- as llama.cpp's converter names such a model
+  if not found then                                     -- llama.cpp's converter uses this name if there is no tokenizer
     meta[#meta + 1] = { "tokenizer.ggml.model", "string", "none" }
     if arch_name ~= "llama" then
       meta[#meta + 1] = { arch_name .. ".vocab_size", "uint32", model.config.vocab_size }
@@ -294,14 +296,14 @@ function gguf.write(model, all, path, given, group)
   end, group)
 end
 
---- Writes a model. All ranks call this function. An error on one rank is raised on all ranks and leaves no file.
+--- Writes a model. All ranks call this function. An error on one rank is raised on all ranks, and no file remains.
 ---@param model ps.pretrained.Model
 ---@param engine ps.Engine? the engine that holds the model
 ---@param path string
 ---@param given? {type?: string, name?: string, pre?: string, certified?: boolean} type: "f32", "f16", "bf16", "q8_0",
---- "q4_0", "q4_k_m" or "q6_k", (default "f16"). name: general.name (default: the name of the model's folder). pre:
---- llama.cpp's name for the tokenizer's pre-tokenization rule. certified: reserves metadata entries psluajit.verify.*
---- for a certificate (ps/pretrained/gguf_verify.lua)
+--- "q4_0", "q4_k_m" or "q6_k" (default "f16"). name: the value of general.name (default: made from the name of the
+--- model's folder). pre: llama.cpp's name for the tokenizer's pre-tokenization rule. certified: whether to reserve the
+--- metadata entries psluajit.verify.* for a certificate (ps/pretrained/gguf_verify.lua)
 ---@param change? fun(entries: table[]): table[] changes the list of tensors to write
 function gguf.save(model, engine, path, given, change)
   local _, kind = begin(model, path, given)
@@ -309,7 +311,7 @@ function gguf.save(model, engine, path, given, change)
   save.check_between_steps(whole, "save_gguf")
   local group = save.group_of(whole)
   agree.same(group, "save_gguf", { { "file", path }, { "type", kind } })
-  agree.run(group, function() return save.entries(whole) end)          -- raises an error of one rank on all ranks
+  agree.run(group, function() return save.entries(whole) end)          -- raises one rank's error on all ranks
   local all = save.whole(whole)
   gguf.write(model, change and change(all) or all, path, given, group)
 end

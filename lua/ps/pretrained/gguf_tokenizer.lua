@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The tokenizer in a GGUF file's metadata as a description in the form of tokenizer.json, without its vocabulary, and
--- the settings of a tokenizer_config.json. ps/tokenizer/read.lua makes the engine's tokenizer of them, and
--- gguf_companions.lua writes them to a folder.
+-- Reads the tokenizer in a GGUF file's metadata. Returns a description in the form of tokenizer.json without its
+-- vocabulary, and the settings of a tokenizer_config.json. ps/tokenizer/read.lua makes the engine's tokenizer from
+-- them, and gguf_companions.lua writes them to a folder.
 local caller = require "ps.core.caller"
 local settings = require "ps.pretrained.settings"
 local error = caller.error
@@ -11,7 +11,7 @@ local tokenizer = {}
 local NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 local BLANK = "\226\150\129"
 
--- Regular expressions of pre-tokenizers. In a character class, \s and \p are as in Oniguruma and PCRE2.
+-- Regular expressions of pre-tokenizers. Inside a character class, \s and \p have the meaning of Oniguruma and PCRE2.
 local CONTRACTIONS = [[(?i:'s|'t|'re|'ve|'m|'ll|'d)]]
 local REST = [[| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+]]
 local GPT2 = [['s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]]
@@ -29,9 +29,9 @@ local DEEPSEEK_HAN = "[\228\184\128-\233\190\165\227\129\128-\227\130\159\227\13
 
 local CODER_HAN = "[\228\184\128-\233\190\165\224\160\128-\228\184\128\234\176\128-\237\159\191]+"
 
--- Pre-tokenizers by their names in tokenizer.ggml.pre. Each has the expressions that split a text, applied one after
--- the other. whole: a word that is a token is not merged. bos: texts begin with the bos token unless the file sets
--- add_bos_token.
+-- Pre-tokenizers by their names in tokenizer.ggml.pre. Each has the expressions that split a text, which are applied
+-- one after the other. whole: a word that is a token is not split into pieces to merge. bos: texts begin with the bos
+-- token unless the file sets add_bos_token.
 local PRE = { ["llama-bpe"] = { LLAMA3, whole = true, bos = true }, ["gpt-2"] = { GPT2 }, mpt = { GPT2 },
   olmo = { GPT2 }, jais = { GPT2 }, trillion = { GPT2 }, ["granite-docling"] = { GPT2 }, qwen2 = { QWEN2 },
   stablelm2 = { QWEN2 }, hunyuan = { QWEN2 }, ["solar-open"] = { QWEN2 }, megrez = { QWEN2 }, ["grok-2"] = { QWEN2 },
@@ -88,7 +88,7 @@ local function of_bytes(t, file)
   return t
 end
 
--- SentencePiece BPE: blanks become U+2581, and characters without a token become byte tokens.
+-- Describes a SentencePiece BPE tokenizer. Blanks become U+2581, and characters without a token become byte tokens.
 local function of_pieces(t, file)
   t.scores = file:get("tokenizer.ggml.scores", "numbers", true)
   if #t.scores ~= #t.tokens then
@@ -108,7 +108,8 @@ local function of_pieces(t, file)
   return t
 end
 
--- WordPiece: in llama.cpp the start of a word has the prefix U+2581, and the other pieces of the word have no "##".
+-- Describes a WordPiece tokenizer. In llama.cpp, the first piece of a word has the prefix U+2581, and the other pieces
+-- do not have "##".
 local function of_words(t, file)
   for i, token in ipairs(t.tokens) do
     if t.types[i] ~= CONTROL and t.types[i] ~= UNKNOWN then
@@ -118,7 +119,7 @@ local function of_words(t, file)
   t.adds_bos, t.adds_sep = true, true
   local unknown = file:get("tokenizer.ggml.unknown_token_id", "whole") or 100
   local lower = file:get("tokenizer.ggml.normalizer.lowercase", "boolean")
-  if lower == nil then  -- older files: text is lower-cased unless the vocabulary has capitals
+  if lower == nil then  -- in older files, text is lower-cased unless the vocabulary has capitals
     lower = true
     for i, token in ipairs(t.tokens) do
       if t.types[i] == NORMAL and token:match "^%u%l+$" then lower = false end
@@ -133,7 +134,7 @@ local function of_words(t, file)
 end
 
 local KINDS = { gpt2 = of_bytes, llama = of_pieces, bert = of_words }
--- Special tokens: KEY in tokenizer.ggml.KEY_token_id, and the name in tokenizer_config.json.
+-- Special tokens: maps KEY in tokenizer.ggml.KEY_token_id to the name in tokenizer_config.json.
 local SPECIAL = { bos = "bos", eos = "eos", unknown = "unk", seperator = "sep", padding = "pad", cls = "cls",
   mask = "mask" }
 
@@ -171,15 +172,15 @@ end
 ---@class ps.gguf.Tokenizer
 ---@field kind "gpt2"|"llama"|"bert" the value of tokenizer.ggml.model
 ---@field description table the contents of tokenizer.json without the vocabulary
----@field tokens string[] the tokens as tokenizer.json spells them; the index is the id + 1
+---@field tokens string[] the tokens as tokenizer.json spells them; the index is the id plus 1
 ---@field types integer[]
 ---@field merges? string[] the merges, each as "left right"
 ---@field scores? number[] the tokens' scores
 ---@field config table<string, any> the contents of tokenizer_config.json
 ---@field ids table<string, integer> the ids of special tokens
----@field template? string|table the chat template, or a list of templates with names
+---@field template? string|table the chat template, or a list of named templates
 
-local NONE = { none = true, no_vocab = true }              -- values of llama.cpp for a model of token ids only
+local NONE = { none = true, no_vocab = true }              -- llama.cpp's values if a model has only token ids
 
 --- Returns the kind of an open file's tokenizer, or nil if the file has none.
 ---@param file ps.Gguf
@@ -189,7 +190,7 @@ function tokenizer.kind(file)
   return not NONE[kind] and kind or nil
 end
 
---- Returns the tokenizer of an open file. Raises an error that names the kind or the rule if it is not supported.
+--- Returns the tokenizer of an open file. If its kind or its rule is not supported, raises an error that names it.
 ---@param file ps.Gguf
 ---@return ps.gguf.Tokenizer
 function tokenizer.of(file)
@@ -209,8 +210,8 @@ function tokenizer.of(file)
   return t
 end
 
---- Returns an open file's chat template as a text, or as a list if it has several templates with names. Returns nil if
---- the file has none.
+--- Returns an open file's chat template as text. If the file has several named templates, returns a list of them.
+--- Returns nil if the file has none.
 ---@param file ps.Gguf
 ---@return string|{name: string, template: string}[]|nil
 function tokenizer.template(file)

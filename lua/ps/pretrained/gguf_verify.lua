@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares a GGUF file with the model that it was made from: both run over the same text, and the distributions of the
--- next token are compared. A certificate says how far they are from each other.
+-- Compares a GGUF file with the model that it was made from. Both models run on the same text, and their distributions
+-- of the next token are compared. A certificate records how much the distributions differ.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
@@ -10,10 +10,10 @@ local error = caller.error
 
 local verify = {}
 
-local WINDOW = 256                                         -- number of tokens that are compared at once
--- The largest mean KL divergence, and the smallest fraction of positions with the same likeliest token. The limits of a
--- file are those of the widest type among its tensors. They are meant for models that were not trained with low-bit
--- weights.
+local WINDOW = 256                                         -- number of tokens that are compared at a time
+-- Limits by tensor type: the largest mean KL divergence, and the smallest fraction of positions at which both models
+-- have the same likeliest token. A file has the limits of the type with the widest limits among its tensors. The limits
+-- are meant for models that were not trained with low-bit weights.
 local LIMITS = { F32 = { 1e-6, 0.999 }, F16 = { 1e-4, 0.99 }, BF16 = { 1e-2, 0.95 }, Q8_0 = { 1e-2, 0.95 },
   Q6_K = { 2e-2, 0.93 }, Q5_1 = { 5e-2, 0.9 }, Q5_0 = { 5e-2, 0.9 }, Q4_K = { 0.15, 0.8 }, Q4_1 = { 0.3, 0.75 },
   Q4_0 = { 0.3, 0.75 } }
@@ -106,7 +106,8 @@ local KEY = "psluajit.verify."
 local NOTED = { { "tokens", "uint32" }, { "mean_kl", "float32" }, { "max_kl", "float32" }, { "top1", "float32" },
   { "perplexity", "float32" }, { "reference_perplexity", "float32" }, { "pass", "bool" } }
 
---- Returns metadata entries that reserve space for a certificate. Their values say 0 tokens and not passed.
+--- Returns metadata entries that reserve space for a certificate. Their values say that 0 tokens were compared and that
+--- the comparison has not passed.
 ---@return ps.gguf.Entry[]
 function verify.entries()
   local entries = {}
@@ -114,7 +115,7 @@ function verify.entries()
   return entries
 end
 
---- Writes a certificate into the entries that a file reserves for it. The rest of the file does not change.
+--- Writes a certificate into the entries that a file reserves for it. Does not change the rest of the file.
 ---@param path string
 ---@param certificate ps.gguf.Certificate
 function verify.note(path, certificate)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The metadata of a GGUF file for a tokenizer. The tokenizer of a Hugging Face folder (tokenizer.json or older files,
--- and tokenizer_config.json) gets the keys and values of llama.cpp's converter. That of a GGUF file is copied key by
--- key.
+-- Returns the metadata of a GGUF file for a tokenizer. A tokenizer in a Hugging Face folder (tokenizer_config.json, and
+-- tokenizer.json or older files) gets the keys and values of llama.cpp's converter. A tokenizer in a GGUF file is
+-- copied key by key.
 local caller = require "ps.core.caller"
 local io_gguf = require "ps.io.gguf"
 local json = require "cjson"
@@ -15,9 +15,9 @@ local vocabulary = {}
 
 local TYPES = gguf_tokenizer.TYPES
 local BLANK = "\226\150\129"
--- The expression with which tokenizer.json's ByteLevel splits texts.
+-- The expression that splits texts for ByteLevel in tokenizer.json.
 local GPT2 = gguf_tokenizer.PRE["gpt-2"][1]
--- If several rules have the same expressions, the first of these names is written to the file.
+-- If several rules have the same expressions, the name that is first in this list is written to the file.
 local PREFERRED = { "llama-bpe", "gpt-2", "qwen2", "smollm", "gpt-4o", "falcon", "deepseek-v3", "tekken", "qwen35" }
 
 local function read(path)
@@ -41,7 +41,8 @@ local function content(value)
   return value
 end
 
--- Returns the expressions that split texts, in order, or nil if llama.cpp does not support one of the steps.
+-- Appends the expressions that split texts to `list`, in order, and returns the list. Returns nil if llama.cpp does not
+-- support a step of the pre-tokenizer.
 local function expressions(node, list)
   list = list or {}
   if type(node) ~= "table" then return list end
@@ -60,12 +61,12 @@ local function expressions(node, list)
   end
 end
 
--- Returns the name of the pre-tokenization rule that corresponds to a tokenizer.json.
+-- Returns the name of llama.cpp's pre-tokenization rule that splits texts as a tokenizer.json does.
 local function rule_of(path, all)
   local list = expressions(all.pre_tokenizer)
   local whole = type(all.model) == "table" and all.model.ignore_merges == true
   local merges, names = type(all.model) == "table" and all.model.merges, {}
-  -- Without merges all rules give the same tokens: the bytes.
+  -- Without merges, all rules give the same tokens, which are single bytes.
   if list and not whole and type(merges) == "table" and #merges == 0 then return "gpt-2" end
   for name in pairs(gguf_tokenizer.PRE) do names[#names + 1] = name end
   table.sort(names)
@@ -80,7 +81,7 @@ local function rule_of(path, all)
     .. "texts in this way; pass the name of a matching rule as the option pre, if there is one")
 end
 
--- Returns a tokenizer.json's tokens by id, their types and their count.
+-- Returns the tokens of a tokenizer.json by id, and their types.
 local function tokens_of(all, size)
   local tokens, types = {}, {}
   for token, id in pairs(all.model.vocab) do tokens[id + 1], types[id + 1] = token, TYPES.normal end
@@ -102,7 +103,8 @@ end
 local SPECIAL = { { "bos", "bos" }, { "eos", "eos" }, { "unk", "unknown" }, { "sep", "seperator" },
   { "pad", "padding" }, { "cls", "cls" }, { "mask", "mask" } }
 
--- Appends the special tokens' ids, the entries that say whether texts begin and end with them, and the chat template.
+-- Appends entries for special tokens: their ids, and whether texts begin and end with them. Also appends the chat
+-- template.
 local function add_special(entries, home, tokens, fields)
   local config, ids = object(home .. "/tokenizer_config.json") or {}, {}
   for i, token in ipairs(tokens) do ids[token] = ids[token] or i - 1 end
@@ -146,8 +148,9 @@ local function of_bytes(path, home, all, fields, pre)
   return entries
 end
 
--- Returns the entries for a BPE over characters. A token's score is minus the index of the first merge that produces
--- the token. SentencePiece merges the highest score first, so the scores keep the order of the merges.
+-- Returns the entries for a BPE tokenizer over characters. SentencePiece merges the pair with the highest score first.
+-- A token's score is therefore minus the index of the first merge that produces the token, which keeps the order of the
+-- merges.
 local function of_pieces(home, all, fields)
   local tokens, types = tokens_of(all, fields.vocab_size)
   local scores, ids = {}, {}
@@ -198,8 +201,8 @@ local function copied(path)
   end)
 end
 
--- Returns the tokenizer description for a folder without tokenizer.json: from vocab.json and merges.txt (GPT-2), or
--- from vocab.txt (BERT).
+-- Returns the description of a tokenizer for a folder without tokenizer.json. The description is made from vocab.json
+-- and merges.txt (GPT-2), or from vocab.txt (BERT).
 local function of_older_files(home)
   local vocab = object(home .. "/vocab.json") or object(home .. "/encoder.json")
   local merges = read(home .. "/merges.txt") or read(home .. "/vocab.bpe")

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Functions that heads share, with transformers' meaning: named batches, masks, the losses of classification and of
--- question answering; and for models that generate: caches, and attention with them.
+-- Functions that several heads use. They follow transformers. They prepare named batches and masks, and compute the
+-- losses of classification and question answering. For models that generate, they make caches and compute attention
+-- with them.
 local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
@@ -31,8 +32,9 @@ function heads.some_tokens(who, ids)
     shape_text(ids)), 0)
 end
 
---- Returns a model's arguments as a named batch. Token ids alone become { input_ids = }, and positions [T] are expanded
---- to all rows. The model's class defines the allowed names in `inputs`: name -> "tensor".
+--- Returns a model's arguments as a named batch. If the argument is only a tensor of token ids, it becomes
+--- { input_ids = }. Positions [T] are expanded to all rows. The field `inputs` of the model's class defines the allowed
+--- names: name -> "tensor".
 ---@param model ps.pretrained.Model
 ---@param given any
 ---@return table batch
@@ -59,8 +61,8 @@ function heads.batch(model, given)
   return given
 end
 
---- Returns a class's inputs without segment_ids, for classes with one label per row, whose rows cannot contain several
---- sequences.
+--- Returns a class's inputs without segment_ids. Classes with one label per row use this function, because their rows
+--- cannot contain several sequences.
 ---@param inputs table<string, string>
 ---@return table<string, string>
 function heads.without_segments(inputs)
@@ -71,8 +73,8 @@ function heads.without_segments(inputs)
   return rest
 end
 
---- Checks the batch tensors that must have the shape of input_ids [B, T]. The tensors named in `loose` may also have
---- one row for all samples.
+--- Checks that tensors of a batch have the shape of input_ids [B, T]. A tensor whose name is in `loose` may also have
+--- a single row for all samples.
 ---@param who string
 ---@param given table
 ---@param names string[]
@@ -91,8 +93,8 @@ function heads.same_shapes(who, given, names, loose)
   end
 end
 
---- Checks that the token ids are on the same device as the embedding's weight. Skips a weight that another pipeline
---- stage holds.
+--- Checks that the token ids are on the same device as the embedding's weight. Does not check the weight if it belongs
+--- to another pipeline stage.
 ---@param who string
 ---@param ids ps.Tensor
 ---@param weight ps.Tensor
@@ -111,8 +113,8 @@ function heads.padding_row(pad, rows)
   return pad < 0 and rows + pad or pad
 end
 
---- Returns the result of a function that reads a tensor's values. Returns nil in a dry run and on device meta, where
---- tensors have no values.
+--- Calls a function that reads a tensor's values, and returns its result. Returns nil in a dry run and on device meta,
+--- because tensors have no values there.
 ---@param t ps.Tensor the tensor whose values fn reads
 ---@param fn fun(t: ps.Tensor): any
 ---@return any
@@ -121,7 +123,8 @@ function heads.known(t, fn)
   return devices.known(scope.no_grad, fn, t)
 end
 
--- Returns whether the numbers in each row of [B, T] increase by one. Returns true if the values are unknown.
+-- Returns whether the numbers in each row [T] of a tensor [B, T] increase by one. Returns true if the values are
+-- unknown.
 local function go_up(places)
   local n = places:size(1) - 1
   return n < 1 or heads.known(places, function(t)
@@ -129,14 +132,14 @@ local function go_up(places)
   end) ~= false
 end
 
--- Returns a float mask of run starts in rows [B, T]: 1 at the start of a row and wherever a number differs from the
--- previous number.
+-- Returns a float mask [B, T] that is 1 where a run of equal numbers begins. It is 1 at the start of each row and at
+-- each position whose number differs from the previous number.
 local function begins_of(differs)
   local first = create.ones({ differs:size(0), 1 }, { device = differs:device() })
   return tensors.cat({ first, differs:float() }, 1)
 end
 
---- Returns the positions of tokens within their segments, counted from 0. Padding has position 0.
+--- Returns each token's position in its segment, counted from 0. Padding has position 0.
 ---@param segments ps.Tensor int32 [B, T]
 ---@return ps.Tensor int64 [B, T]
 function heads.places_of(segments)
@@ -146,7 +149,8 @@ function heads.places_of(segments)
   end)
 end
 
--- Returns segments computed from position_ids: a position that is not the previous position plus one begins a segment.
+-- Returns segments computed from position_ids. A segment begins at each position that is not the previous position plus
+-- one.
 local function by_places(places, rows)
   return scope.no_grad(function()
     local T = places:size(1)
@@ -155,15 +159,15 @@ local function by_places(places, rows)
   end)
 end
 
---- Finds the sequences that share rows of a batch, and checks position_ids. segment_ids number the sequences. As in
---- transformers, position_ids that restart within a row also begin sequences if the model is causal, there is no
---- attention_mask, and the configuration has use_cache = false.
+--- Finds the sequences that share the rows of a batch, and checks position_ids. If the batch has segment_ids, they
+--- number the sequences. As in transformers, a position_id that restarts within a row also begins a sequence, on three
+--- conditions: the model is causal, there is no attention_mask, and the configuration has use_cache = false.
 ---@param who string
----@param config? table nil if restarted position_ids have no meaning for this model
+---@param config? table nil if restarting position_ids have no meaning for this model
 ---@param given table a named batch
 ---@return ps.Tensor? segments int32 [B, T], for F.attention's key_mask
----@return ps.Tensor? position_ids the batch's position_ids; if the batch has only segment_ids, positions that restart
---- in each segment
+---@return ps.Tensor? position_ids the batch's position_ids. If the batch has only segment_ids, the positions restart in
+--- each segment
 function heads.segments(who, config, given)
   local places, segments = given.position_ids, given.segment_ids
   if places ~= nil and places:is_float() then
@@ -187,13 +191,13 @@ function heads.segments(who, config, given)
   return nil, places
 end
 
---- Prepares and returns the parts of a model that accepts segments: in a batch with segments, dropout treats each
+--- Prepares and returns the parts of a model that accepts segments. In a batch with segments, dropout then treats each
 --- segment as a separate sample.
----@param list ps.nn.Part[] parts of which each gets the batch's mask in batch.mask
+---@param list ps.nn.Part[] parts that each receive the batch's mask in batch.mask
 ---@return ps.nn.Part[] list
 function heads.segmented(list) return segments_of.parts(list) end
 
---- Converts a mask of ones and zeros to bool [B, T], which is true for visible keys.
+--- Converts a mask of ones and zeros to bool [B, T], where true marks visible keys.
 ---@param mask? ps.Tensor
 ---@return ps.Tensor?
 function heads.mask(mask)
@@ -211,7 +215,8 @@ function heads.dropped(drop, layer, x)
   return layer(x)
 end
 
---- Returns the rows at[b] of x [B, T, C] as [B, C]. `at` is int [B].
+--- Returns one position of each sequence in x [B, T, C], as [B, C]. For sequence b this is x[b, at[b]]. `at` is int
+--- [B].
 ---@param x ps.Tensor
 ---@param at ps.Tensor
 ---@return ps.Tensor
@@ -221,8 +226,8 @@ function heads.rows(x, at)
   return F.embedding(first + at, x:reshape(B * T, C))
 end
 
--- Returns the labels that positions 0 .. T - 2 of a named batch predict. T must be above 1. With segment_ids, the last
--- position of a segment predicts no label.
+-- Returns the labels that the positions 0 .. T - 2 of a named batch predict. T must be greater than 1. With
+-- segment_ids, the last position of a segment predicts no label.
 local function next_labels(given)
   local labels, segments = given.labels, given.segment_ids
   local T = labels:size(1)
@@ -233,8 +238,8 @@ local function next_labels(given)
 end
 
 --- Returns the targets [B, T] of a language model's named batch, as in transformers. The labels are the tokens
---- themselves, and each position learns the next token. The last position of a row, or of a segment if there are
---- segment_ids, has no target.
+--- themselves, and each position predicts the next token. The last position of a row has no target. With segment_ids,
+--- the last position of each segment has no target either.
 ---@param given {labels: ps.Tensor, segment_ids?: ps.Tensor} both [B, T]
 ---@return ps.Tensor
 function heads.shifted(given)
@@ -244,8 +249,8 @@ function heads.shifted(given)
   return T > 1 and tensors.cat({ next_labels(given), none }, 1) or none
 end
 
---- Checks and returns the second argument of a language model's call: the targets, or nil. Named inputs belong in the
---- same table as the tokens.
+--- Checks and returns the second argument of a language model's call: the targets, or nil. Raises an error for a table,
+--- because named inputs belong in the same table as the tokens.
 ---@param who string
 ---@param targets? ps.Tensor
 ---@return ps.Tensor?
@@ -255,14 +260,14 @@ function heads.targets(who, targets)
     .. "tokens themselves, or model(x, y), where y[i] is the token after x[i]"):format(who, type(targets)))
 end
 
--- Returns the weights of next_labels' targets. Ignored targets have the weight 0.
+-- Returns the weights of the targets that next_labels returns. Ignored targets have weight 0.
 local function next_weights(given)
   local T = given.labels:size(1)
   return given.loss_weights:narrow(1, 1, T - 1) * next_labels(given):ne(IGNORED):float()
 end
 
---- Returns the weights of the targets that heads.shifted returns, computed from the weights of the labels, or nil if
---- the batch has no weights.
+--- Returns the weights of the targets that heads.shifted returns. They are computed from the weights of the labels.
+--- Returns nil if the batch has no weights.
 ---@param who string
 ---@param given {labels: ps.Tensor, loss_weights?: ps.Tensor, segment_ids?: ps.Tensor}
 ---@return ps.Tensor? fp32 [B, T]
@@ -279,8 +284,8 @@ function heads.shifted_weights(who, given)
   return T > 1 and tensors.cat({ next_weights(given):float(), none }, 1) or none
 end
 
---- Returns the weighted mean loss: the sum of weight times loss, divided by the sum of the weights. All logits are in
---- memory at once.
+--- Returns the weighted mean loss, which is the sum of weight times loss divided by the sum of the weights. All logits
+--- are in memory at the same time.
 ---@param logits ps.Tensor [B, T, V]
 ---@param targets ps.Tensor int [B, T]
 ---@param weights ps.Tensor fp32 [B, T]
@@ -295,9 +300,10 @@ function heads.weighted_loss(logits, targets, weights)
   end, total)
 end
 
---- Returns the number of targets in a named batch, or the sum of their weights if there are loss_weights. Targets are
---- the labels that are not -100. The first label of each row, or of each segment if there are segment_ids, does not
---- count, since no position predicts it. Returns nil for other batches, whose y is counted without these rules.
+--- Returns the number of targets in a named batch. If the batch has loss_weights, returns the sum of the targets'
+--- weights instead. Targets are the labels that are not -100. The first label of each row, or of each segment if there
+--- are segment_ids, is not a target, because no position predicts it. Returns nil for other batches, whose targets are
+--- counted without these rules.
 ---@param given any
 ---@return integer?
 function heads.count_targets(given)
@@ -308,8 +314,8 @@ function heads.count_targets(given)
   return T > 1 and next_labels(given):ne(IGNORED):sum():item() or 0
 end
 
---- Returns the position of each row's last token that is not padding, as int64 [B]. The position is 0 if the whole row
---- is padding.
+--- Returns the position of the last token in each row that is not padding, as int64 [B]. If a whole row is padding,
+--- the position is 0.
 ---@param who string
 ---@param ids ps.Tensor [B, T]
 ---@param pad? integer the configuration's pad_token_id
@@ -327,7 +333,7 @@ function heads.last_tokens(who, ids, pad)
   return (create.arange(0, T, 1, { dtype = "int64", device = ids:device() }) * ids:ne(pad):to("int64")):argmax(-1)
 end
 
--- Returns the kind of classification from the configuration, or from the labels if the configuration does not set it.
+-- Returns the kind of classification. If the configuration does not set it, derives it from the labels.
 local function problem_of(config, labels)
   if config.problem_type then return config.problem_type end
   if config.num_labels == 1 then return "regression" end
@@ -335,9 +341,9 @@ local function problem_of(config, labels)
   return (dtype == "int32" or dtype == "int64") and "single_label_classification" or "multi_label_classification"
 end
 
---- Returns the loss of logits [B, K] for whole sequences. config.problem_type selects the loss; if it is absent, the
---- number of labels and their dtype do. The losses are the squared error of K numbers, the cross entropy of one class
---- in K, and the binary cross entropy of each of K labels.
+--- Returns the loss of logits [B, K] for whole sequences. config.problem_type selects the loss. If it is absent, the
+--- number of labels and their dtype select the loss. The losses are the squared error of K numbers, the cross entropy
+--- of one class out of K, and the binary cross entropy of each of K labels.
 ---@param who string
 ---@param logits ps.Tensor [B, K]
 ---@param labels ps.Tensor [B], or [B, K] for several numbers or labels
@@ -358,15 +364,16 @@ function heads.classify(who, logits, labels, config)
   return F.binary_cross_entropy_with_logits(logits, target)
 end
 
---- Returns the loss of logits [B, T, K] with one class per token. Labels are int [B, T], and -100 is ignored.
+--- Returns the loss of logits [B, T, K] for one class per token. Labels are int [B, T]. Labels of -100 are ignored.
 ---@param logits ps.Tensor
 ---@param labels ps.Tensor
 ---@return ps.Tensor loss
 function heads.classify_tokens(logits, labels) return F.cross_entropy(logits, labels) end
 
---- Splits question answering's logits [B, T, 2] into start and end logits [B, T]. With positions int [B], also returns
---- the mean of both cross entropies, with the number of rows as its weight. Positions outside [0, T) are treated as in
---- transformers: a negative position becomes 0, and a position of T or more is ignored.
+--- Splits the logits [B, T, 2] of question answering into start logits and end logits, each [B, T]. If `first` and
+--- `last`, int [B], are given, also returns the mean of the two cross entropies, whose weight is the number of rows.
+--- Positions outside [0, T) are treated as in transformers: a negative position becomes 0, and a position of T or more
+--- is ignored.
 ---@param logits ps.Tensor
 ---@param first? ps.Tensor
 ---@param last? ps.Tensor
@@ -391,7 +398,7 @@ end
 ---@return ps.Tensor
 function heads.last_position(x) return x:narrow(1, x:size(1) - 1, 1):contiguous() end
 
--- Returns the shape and dtype of a cache of another type than the weights.
+-- Returns the shape and dtype of a cache whose type differs from that of the weights.
 local function cache_of(kind, shape, where)
   if where.device ~= "cpu" and where.device ~= "ref" and where.device ~= "meta" then
     error(("generate: kv_cache = %q works only on the cpu, but the model's weights are on %s"):format(kind,
@@ -406,8 +413,9 @@ local function cache_of(kind, shape, where)
   return { shape[1], shape[2], shape[3], width / q8.block * q8.nbytes }, "uint8"
 end
 
---- Creates caches of keys and values. Each layer, counted from 0, gets a tensor of the given shape for each name, with
---- the dtype of the layer's weights, or of `kind`. Layers of other pipeline ranks get none.
+--- Creates caches of keys and values. Layers are counted from 0. Each layer gets one tensor of the given shape for each
+--- name. Its dtype is that of the layer's weights, or `kind` if it is given. Layers of other pipeline ranks get no
+--- tensors.
 ---@param names string[]
 ---@param shape integer[]
 ---@param layers ps.nn.ModuleList
@@ -431,16 +439,16 @@ end
 
 local how, attended = native.ffi.new "ps_cached_attention", native.ffi.new "ps_tensor *[1]"
 
---- Computes attention for T positions that follow `at` positions whose keys and values are in caches, and appends the
---- keys and values of the T positions to the caches. This is one function because, for one token of a small model, the
---- calls take longer than the memory accesses. It works only without gradients.
----@param attention {heads: integer, groups?: integer, scale?: number, window?: integer} H heads, G key heads (default
---- H)
----@param caches {kv?: ps.Tensor, k?: ps.Tensor, v?: ps.Tensor} kv [B, 2 G, S, D] with keys before values, or k and v
---- [B, G, S, D]
+--- Computes attention for T positions. They follow `at` positions whose keys and values are in caches. Appends the keys
+--- and values of the T positions to the caches. All of this is one function, because the calls for one token of a small
+--- model would take longer than the memory accesses. It works only without gradients.
+---@param attention {heads: integer, groups?: integer, scale?: number, window?: integer} H heads, and G groups of keys
+--- and values (default H)
+---@param caches {kv?: ps.Tensor, k?: ps.Tensor, v?: ps.Tensor} either kv [B, 2 G, S, D], where all keys are before the
+--- values, or k and v [B, G, S, D]
 ---@param at integer
 ---@param mask? ps.Tensor bool [B, at + T]; false hides a key
----@param q ps.Tensor [B, T, H D]; with kv [B, T, (H + 2 G) D]: queries, keys and values concatenated
+---@param q ps.Tensor [B, T, H D]. With a cache kv, it is [B, T, (H + 2 G) D]: queries, keys and values concatenated
 ---@param k? ps.Tensor [B, T, G D]
 ---@param v? ps.Tensor [B, T, G D]
 ---@param cos? ps.Tensor cosines for F.rope, which rotates q and k

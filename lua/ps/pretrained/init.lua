@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models of other libraries, by folder or name: ps.from_pretrained finds the family of a config.json's model_type and
--- makes the class that the file, or a task, names. A family is a file models/MODEL_TYPE.lua that calls
--- pretrained.family.
+-- Loads models of other libraries by folder or by name. ps.from_pretrained finds the family that the model_type of a
+-- config.json names. It then makes a model of the class that config.json or a task names. A family is a file
+-- models/MODEL_TYPE.lua that calls pretrained.family.
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local create = require "ps.tensor.create"
 local dist = require "ps.dist"
@@ -26,9 +26,9 @@ local pretrained = {}
 ---@field model_type string
 ---@field settings ps.pretrained.Settings
 ---@field presets table<string, table> preset name -> settings
----@field classes table<string, table> name in config.json's architectures -> class
+---@field classes table<string, table> maps a name in config.json's architectures to a class
 ---@field tasks table<string, string> task -> class name
----@field default? string the class for a config.json that names none
+---@field default? string the class name to use if config.json names no class
 ---@field unpads? boolean whether the family's models support unpad = true (ps/pretrained/unpad.lua)
 
 local families = {}                                        -- by model_type
@@ -38,8 +38,8 @@ local LOADING = { task = "string", revision = "string", quiet = "boolean", ignor
   mmap = "boolean|string", keep_quantized = "boolean", int8_activations = "boolean" }
 
 -- -- families -------------------------------------------------------------------------------------------------------
--- Splits a script's options into settings, with aliases resolved, and other options. A shorthand sets several settings
--- at once: { dropout = { "embd_pdrop", ... } }.
+-- Splits a script's options into settings and other options. Aliases become the names of settings. A shorthand sets
+-- several settings at once, such as { dropout = { "embd_pdrop", ... } }.
 local function spread(family, given)
   local config, rest, aliases = {}, {}, family.settings.rules.aliases or {}
   for key, value in pairs(given) do
@@ -58,16 +58,16 @@ local function spread(family, given)
   return config, rest
 end
 
---- Registers a family, and returns it
----   family.new(preset, options)              a model with fresh weights
----   family.from_pretrained(name, options)    see ps.from_pretrained; the folder's model_type must be this one
----@param family table model_type, settings, classes, tasks; default, presets, shorthands
+--- Registers a family, and returns it. The family has two functions:
+---   family.new(preset, options)              returns a model with newly initialized weights
+---   family.from_pretrained(name, options)    see ps.from_pretrained; the folder must have the family's model_type
+---@param family table required fields: model_type, settings, classes, tasks; optional: default, presets, shorthands
 ---@return ps.pretrained.Family
 function pretrained.family(family)
   local who = family.model_type
   family.presets, family.shorthands = family.presets or {}, family.shorthands or {}
   family.kinds = family.settings:kinds()
-  local options_of, loading_of = {}, {}                    -- allowed options of new and of from_pretrained
+  local options_of, loading_of = {}, {}                    -- the options that `new` and `from_pretrained` allow
   for name in pairs(family.shorthands) do options_of[name], loading_of[name] = "number", "number" end
   for _, list in ipairs { family.kinds, WHERE } do
     for key, kind in pairs(list) do options_of[key], loading_of[key] = kind, kind end
@@ -78,9 +78,9 @@ function pretrained.family(family)
   if family.unpads then options_of.unpad, loading_of.unpad = "boolean", "boolean" end
   family.options_of_loading = loading_of
 
-  --- Returns a model from a preset's name, or from a table of config.json's fields. `options` contains settings that
-  --- override it, and task, dtype, device and recompute. If the family supports it, the option unpad skips the
-  --- computation of padding.
+  --- Returns a model from a preset's name, or from a table of config.json's fields. `options` can contain settings,
+  --- which override those of the preset, and task, dtype, device and recompute. If the family supports it, the option
+  --- unpad skips the computation of padding.
   function family.new(preset, options)
     local base = type(preset) == "table" and preset or family.presets[preset]
     if not base then
@@ -106,7 +106,7 @@ function pretrained.family(family)
   return family
 end
 
--- Returns the names of all families: the registered families, and the files in psluajit's models folder.
+-- Returns the names of all families: those that are registered, and those with a file in psluajit's models folder.
 local function known_families()
   local names = {}
   for name in pairs(families) do names[name] = true end
@@ -135,8 +135,8 @@ function pretrained.find(model_type, where)
     "the supported values are " .. known_families())
 end
 
---- Returns the class of a task. Without a task, returns the class in config.json's architectures, or else the family's
---- default class.
+--- Returns the class for a task. Without a task, returns the class that config.json's architectures name. If they name
+--- no class, returns the family's default class.
 ---@param family ps.pretrained.Family
 ---@param task? string
 ---@param architectures any
@@ -163,16 +163,16 @@ end
 -- -- loading --------------------------------------------------------------------------------------------------------
 local DTYPES = { float32 = "fp32", bfloat16 = "bf16", float16 = "fp16", float64 = "fp64" }
 
--- Returns the dtype in a config.json, as Hugging Face's name and as the engine's.
+-- Returns the dtype in a config.json under two names: Hugging Face's name and the engine's name.
 local function said_dtype(fields)
   local word = type(fields.dtype) == "string" and fields.dtype or fields.torch_dtype
   return word, type(word) == "string" and DTYPES[word:match("^torch%.(.*)$") or word] or nil
 end
 
-local told = {}                                            -- files for which a note about dtype was printed
+local told = {}                                            -- files for which tell_dtype has printed a note
 
--- Prints a note if the dtype in config.json differs from the model's. The dtype in config.json is informational: values
--- of any dtype are converted to the dtype of our parameters.
+-- Prints a note if the dtype in config.json differs from the model's dtype. The dtype in config.json is informational.
+-- Values of any dtype are converted to the dtype of the parameters.
 local function tell_dtype(fields, model, from)
   local word, dtype = said_dtype(fields)
   local made = model:parameters()[1]:dtype()
@@ -186,7 +186,7 @@ end
 
 local WIDTHS = { bf16 = 2, fp16 = 2, fp32 = 4, fp64 = 8 }
 
--- Returns a dtype that can hold the values of two dtypes.
+-- Returns a dtype that can represent all values of two dtypes.
 local function wider(a, b)
   if a == b or not WIDTHS[b] then return a end
   if a and WIDTHS[a] == WIDTHS[b] then return "fp32" end
@@ -194,7 +194,7 @@ local function wider(a, b)
 end
 
 -- Compares the sizes in a config.json with the weights in its folder, before a model of these sizes is allocated.
--- Raises an error if they differ. Returns a dtype that can hold all of the body's weights.
+-- Raises an error if they differ. Returns a dtype that can represent all of the body's weights.
 local function check_sizes(family, class, config, files, from)
   local rules, names, shapes, widest = family.settings.rules, {}, {}, nil
   local state = files:state()
@@ -234,8 +234,8 @@ local function check_sizes(family, class, config, files, from)
   return widest or "fp32"
 end
 
--- Returns whether a script sets fewer layers than the file has. In this case the file contains tensors that the model
--- lacks.
+-- Returns whether a script sets fewer layers than the file has. If it does, the file contains tensors that the model
+-- does not have.
 local function asks_for_fewer(family, config, fields)
   local key = family.settings.rules.layers
   for alias, name in pairs(family.settings.rules.aliases or {}) do
@@ -244,7 +244,7 @@ local function asks_for_fewer(family, config, fields)
   return type(fields[key]) == "number" and config[key] ~= nil and config[key] < fields[key]
 end
 
--- Returns the reason why the weights cannot stay in their files for a model on a device, or nil if they can.
+-- Returns the reason why the weights of a model on a device cannot stay in their files. Returns nil if they can.
 local function not_mapped(list, device)
   if device ~= "cpu" and device ~= "meta" then             -- for device meta, ps.materialize fills in the values later
     return ("weights can stay in files only for device cpu, but the model is for %s"):format(device)
@@ -258,7 +258,7 @@ end
 
 local function refuse_mmap(why) error("from_pretrained: mmap = true: " .. why) end
 
--- Returns whether the weights stay in the files, according to the option mmap.
+-- Returns whether the weights stay in the files, as the option mmap requests.
 local function maps(wanted, list, device)
   if wanted == nil or wanted == false then return false end
   if wanted ~= true and wanted ~= "auto" then
@@ -269,8 +269,8 @@ local function maps(wanted, list, device)
   return not why
 end
 
--- Raises an error for mmap = true if no tensor in the files has the model's dtype, since all tensors would be converted
--- in memory.
+-- Raises an error for mmap = true if no tensor in the files has the model's dtype, because all tensors would then be
+-- converted in memory.
 local function check_mapped(files, dtype)
   local state, other = files:state(), nil
   for _, name in ipairs(state.names()) do
@@ -284,7 +284,7 @@ end
 local FROM_CONFIG = { task = "string", revision = "string" }
 for key, kind in pairs(WHERE) do FROM_CONFIG[key] = kind end
 
---- Returns a model with newly initialized weights, in training mode, from the fields of a config.json.
+--- Returns a model with newly initialized weights from the fields of a config.json. The model is in training mode.
 ---@param source string|table a folder, a name in Hugging Face's cache, or the decoded fields
 ---@param options? {task?: string, dtype?: string, device?: string, recompute?: boolean, revision?: string}
 ---@return ps.pretrained.Model
@@ -305,7 +305,7 @@ function pretrained.from_config(source, options)
   return model
 end
 
---- Implements ps.from_pretrained for one family, or for any family if `family` is nil.
+--- Implements ps.from_pretrained. If `family` is given, the model must belong to this family.
 ---@param name string
 ---@param options? table
 ---@param family? ps.pretrained.Family
@@ -358,8 +358,8 @@ function pretrained.load(name, options, family)
     if native.recorder or hooks.heard "parameter" and not (files.mmap or rest.keep_quantized) then
       return make(rest.device)
     end
-    -- Random numbers are drawn only for tensors that the files lack. They are the same numbers that a model draws if it
-    -- initializes all its tensors.
+    -- Only tensors that the files lack are initialized with random numbers. They get the same numbers as in a model
+    -- that initializes all its tensors.
     local deferred = require "ps.nn.deferred"
     return deferred.materialize(deferred.make(make), { device = rest.device })
   end)

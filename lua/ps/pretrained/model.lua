@@ -1,16 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The base class of models of Hugging Face's kinds: a configuration; names of parameters in files (older ones, with and
--- without the body's prefix, tied ones); loading that reports the tensors it used and those it skipped; saving;
--- resizing of vocabularies; costs.
+-- The base class of models in Hugging Face's format. It has the following parts:
+--   a configuration
+--   the names of parameters in files, such as older names, names with or without the body's prefix, and tied names
+--   loading, which reports the tensors that were used and those that were skipped
+--   saving, resizing of the vocabulary, and the computation of costs
 --
--- A family's file (models/bert.lua) derives its classes from this one and sets these fields on each class:
---   family      the result of ps.pretrained.family: model_type, settings, ...
+-- The file of a family, such as models/bert.lua, derives its classes from this one. It sets these fields on each class:
+--   family      the result of ps.pretrained.family, with the fields model_type, settings, ...
 --   base        the prefix of the body's names in files of models with a head ("bert")
---   prefix      the field that holds the body; nil: the class is the body itself
---   body        the first parts of the body's names, { embeddings = true, ... }
---   spare       patterns of body names that a file or a class may lack, such as a pooler's
+--   prefix      the field of the model that contains the body; nil if the class is the body itself
+--   body        the first components of the body's parameter names: { embeddings = true, ... }
+--   spare       patterns for names of the body that a file or a class may lack, such as names of a pooler
 --   inputs      the allowed names of a named batch: name -> "tensor"
---   ties        file name -> name here, for tensors that are shared while tie_word_embeddings holds
+--   ties        maps a name in files to a name of the model, for tensors that are shared if tie_word_embeddings is set
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
@@ -34,17 +36,17 @@ local error = caller.error
 ---@field config table
 ---@field source? string the folder from which the model was loaded
 ---@field loaded? {missing: string[], left: string[], names: table<string, string>} missing: parameters that the files
---- lack; left: unused tensors of the files; names: name in the file -> parameter's name
+--- lack; left: tensors of the files that were not used; names: maps a name in the files to a parameter's name
 local Model = nn_module.class("PretrainedModel")
 
--- Inputs with one row per sample, which are split into micro-batches. For "rows or one", all samples can share one row
--- (ps/data/batch.lua). Every micro-batch gets all other inputs whole.
+-- Inputs with one row per sample, which are split into micro-batches. For "rows or one", the tensor may have a single
+-- row for all samples (ps/data/batch.lua). Every micro-batch gets all other inputs unsplit.
 Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "rows", start_positions = "rows",
   end_positions = "rows", segment_ids = "rows", loss_weights = "rows",
   token_type_ids = "rows or one", position_ids = "rows or one" }
 
--- Returns the names and shapes of all saved tensors: "h.0.attn.c_attn.weight" -> "96, 288". The shape is that of the
--- whole tensor if several ranks share it, and that of the unpacked weight for the layers in `nf4`.
+-- Returns the names and shapes of all saved tensors, such as "h.0.attn.c_attn.weight" -> "96, 288". If several ranks
+-- share a tensor, its shape is that of the whole tensor. For the layers in `nf4`, it is that of the unpacked weight.
 local function layout_of(self, nf4)
   local layout, layers, scales = {}, nf4 and nf4.layers or {}, nf4 and nf4.scales or {}
   for name, tensor in pairs(self:state_dict { tied = false }) do
@@ -62,10 +64,10 @@ nn_module.adapt(Model, function(class) class.instance.ps_made = note_layout end)
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 local UNPADS = { dtype = "string", device = "string", recompute = "boolean", unpad = "boolean" }
 
---- Starts a class's init: checks and completes the configuration.
+--- Begins the init of a class: checks the configuration, and sets missing fields to their defaults.
 ---@param config table config.json's fields; the family's defaults replace missing fields
----@param given? {dtype?: string, device?: string, recompute?: boolean, unpad?: boolean} unpad: only for families with
---- unpads = true
+---@param given? {dtype?: string, device?: string, recompute?: boolean, unpad?: boolean} only families with
+--- unpads = true accept unpad
 ---@return table full
 ---@return {dtype: string?, device: string?, std: number} where options for the layers' constructors
 function Model:begin(config, given)
@@ -79,8 +81,9 @@ end
 
 -- -- loading --------------------------------------------------------------------------------------------------------
 --- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), one tensor at a time. Names may have the
---- body's prefix or not. A missing tensor of the body, or one with another shape, is an error. A head's parameters that
---- the files lack keep their values; a note names these parameters and the files' unused tensors of other heads.
+--- body's prefix or not. Raises an error if a tensor of the body is missing or has another shape. Parameters of the
+--- head that the files lack keep their values. A note lists these parameters, and the tensors of other heads that the
+--- files have and the model does not use.
 ---@param ... string paths of the files
 ---@return ps.pretrained.Model self
 function Model:load_weights(...)
@@ -95,8 +98,8 @@ function Model:load_weights(...)
 end
 
 -- -- saving ---------------------------------------------------------------------------------------------------------
--- Returns the arguments of save_pretrained or save_parallelized: the folder, the options, and the engine if an engine
--- made the call. The folder may also be the option save_directory.
+-- Returns the arguments of save_pretrained or save_parallelized: the folder, the options, and the engine if the call
+-- came from an engine. The folder may also be given as the option save_directory.
 local function asked(path, options, more)
   local engine = handle.of(options)
   if engine then options = more end
@@ -113,15 +116,16 @@ local function first_of(names)
   return ("%d %s (%s)"):format(#names, #names == 1 and "tensor" or "tensors", weights.some(names))
 end
 
--- Raises an error if layers of the model were replaced. config.json would describe tensors that do not exist, and
--- readers would initialize them. Also raises an error for packed weights, except for layers in `nf4`.
+-- Raises an error if layers of the model were replaced. Otherwise config.json would describe tensors that do not exist,
+-- and readers would initialize them. Also raises an error for packed weights, except for the layers in `nf4`.
 local function check_layout(self, call, nf4)
   for _, module in self:named_modules() do
     if not (nf4 and bitsandbytes_save.can(module)) then
       packed.refuse(module, call, "load the model without keep_quantized, or convert its file (tools/gguf.lua convert)")
     end
   end
-  if not self._layout then return end  -- the model was not made by its class, so there is no layout to compare with
+  -- The model was not made by its class, so there is no layout to compare with.
+  if not self._layout then return end
   local layout, lost, new, other = layout_of(self, nf4), {}, {}, {}
   for name, shape in pairs(self._layout) do
     if not layout[name] then lost[#lost + 1] = name
@@ -143,15 +147,15 @@ local SAVE_PARALLELIZED = { merge_checkpoints = "boolean" }
 local SAVE = { max_shard_size = "whole|string", adapter = "string", merged = "boolean" }
 
 --- Writes config.json and the weights in the format that from_pretrained and Hugging Face read. Also copies the
---- tokenizer's files and generation_config.json from the folder from which the model was loaded. With an engine, rank 0
---- writes the fp32 values (masters), and all ranks call this function. Layers that are packed as NF4 are written as
---- bitsandbytes and transformers do (docs/pretrained.md). For a model with adapters (ps.lora), writes the active
---- adapter, as PEFT does.
+--- tokenizer's files and generation_config.json from the folder from which the model was loaded. With an engine, all
+--- ranks call this function, and rank 0 writes the fp32 values (masters). Layers that are packed as NF4 are written in
+--- the format of bitsandbytes and transformers (docs/pretrained.md). For a model with adapters (ps.lora), writes only
+--- the active adapter, in the format of PEFT.
 ---@param path string|{save_directory: string} the folder, which can also be an option
 ---@param options? {max_shard_size?: integer|string, adapter?: string, merged?: boolean}|ps.Engine max_shard_size: the
---- largest file size in bytes or as "5GB" (default 50 GB). adapter: writes this adapter instead of the active one.
---- merged: writes the whole model with the active adapter merged into its weights. An engine that holds this model
---- passes itself, followed by options.
+--- largest file size, in bytes or as text such as "5GB" (default 50 GB). adapter: the name of the adapter to write
+--- instead of the active one. merged: writes the whole model, with the active adapter merged into its weights. If an
+--- engine holds this model, the engine is this argument, and the options follow in `more`.
 ---@param more? {max_shard_size?: integer|string, adapter?: string, merged?: boolean}
 function Model:save_pretrained(path, options, more)
   local engine
@@ -172,16 +176,16 @@ function Model:save_pretrained(path, options, more)
     entries = nf4 and function(entries) return nf4:entries(entries) end })
 end
 
---- Writes the model as a GGUF file for llama.cpp, with the tokenizer and chat template of the folder or file from which
---- the model was loaded (docs/gguf.md). At most one tensor is in memory at a time. With an engine, the file contains
---- the fp32 values (masters), and all ranks call this function.
+--- Writes the model as a GGUF file for llama.cpp. The file also contains the tokenizer and the chat template of the
+--- folder or file from which the model was loaded (docs/gguf.md). At most one tensor is in memory at a time. With an
+--- engine, all ranks call this function, and the file contains the fp32 values (masters).
 ---@param path string
 ---@param options? {type?: string, name?: string, pre?: string, merged?: boolean, adapter?: boolean|string}|ps.Engine
---- type: "f32", "f16" (default), "bf16", "q8_0", "q6_k", "q4_k_m" or "q4_0". name: general.name (default: the name of
---- the model's folder). pre: llama.cpp's name for the tokenizer's pre-tokenization rule. merged: for a model with
---- adapters (ps.lora), writes the model with the active adapter merged into its weights. adapter: writes only an
---- adapter, the active one (true) or the one with this name, as "f32" (default), "f16" or "bf16". An engine that holds
---- this model passes itself, followed by options.
+--- type: "f32", "f16" (default), "bf16", "q8_0", "q6_k", "q4_k_m" or "q4_0". name: the value of general.name (default:
+--- made from the name of the model's folder). pre: llama.cpp's name for the tokenizer's pre-tokenization rule. merged:
+--- for a model with adapters (ps.lora), writes the model with the active adapter merged into its weights. adapter:
+--- writes only an adapter, as "f32" (default), "f16" or "bf16". true selects the active adapter, and a string selects
+--- an adapter by name. If an engine holds this model, the engine is this argument, and the options follow in `more`.
 ---@param more? {type?: string, name?: string, pre?: string, merged?: boolean, adapter?: boolean|string}
 function Model:save_gguf(path, options, more)
   local engine
@@ -197,13 +201,13 @@ function Model:save_gguf(path, options, more)
   gguf.save(self, engine, path, options)
 end
 
---- Writes a folder with the weights of a model that several ranks share, like OSLO's save_parallelized. There is one
---- file pytorch_model_tp_I_pp_J.bin for each tensor-parallel rank I and each stage J. All ranks call this function.
---- With an engine, the files contain the fp32 values (masters). The call is allowed between backward and step, and
---- keeps the gradients.
+--- Writes a folder with the weights of a model that several ranks share, like OSLO's save_parallelized. The folder has
+--- one file pytorch_model_tp_I_pp_J.bin for each combination of tensor-parallel rank I and stage J. All ranks call this
+--- function. With an engine, the files contain the fp32 values (masters). The call is allowed between backward and
+--- step, and does not change the gradients.
 ---@param path string|{save_directory: string} the folder, which is replaced as a whole; it can also be an option
 ---@param options? {merge_checkpoints?: boolean}|ps.Engine merge_checkpoints: writes a single file, pytorch_model.bin,
---- instead. An engine that holds this model passes itself, followed by options.
+--- instead. If an engine holds this model, the engine is this argument, and the options follow in `more`.
 ---@param more? {merge_checkpoints?: boolean}
 function Model:save_parallelized(path, options, more)
   local engine
@@ -215,8 +219,9 @@ function Model:save_parallelized(path, options, more)
   end, options.merge_checkpoints or false, self.source)
 end
 
---- Loads the weights from a folder that save_parallelized wrote. The number of ranks and the way the model is split can
---- differ from those at saving. Also loads OSLO's folders, if the model was split only into stages.
+--- Loads the weights from a folder that save_parallelized wrote. The number of ranks may differ from the number when
+--- the folder was saved, and the model may be split in another way. A folder that OSLO wrote can also be loaded if its
+--- model was split only into stages.
 ---@param path string
 ---@return ps.pretrained.Model self
 function Model:from_parallelized(path)
@@ -225,8 +230,8 @@ function Model:from_parallelized(path)
 end
 
 -- -- vocabulary -----------------------------------------------------------------------------------------------------
--- Replaces a tensor with one that has n rows: copies existing rows as far as they fit, and initializes new rows with
--- `fill`. name: the tensor's full name, for errors.
+-- Replaces a tensor with a tensor that has n rows. Copies existing rows as far as they fit, and initializes new rows
+-- with `fill`. `name` is the tensor's full name, for errors.
 local function resize(owner, key, n, fill, name)
   local old = owner[key]
   local shape = old:shape()
@@ -249,9 +254,9 @@ local function resize(owner, key, n, fill, name)
   if not trains then new:requires_grad(false) end
 end
 
---- Resizes the token embedding, and a head over the vocabulary, to n rows. Existing rows keep their values, new rows
---- are normally distributed with initializer_range, and new biases are 0. Create the engine or optimizer after this
---- call.
+--- Resizes the token embedding to n rows. If the model has a head over the vocabulary, resizes the head, too. Existing
+--- rows keep their values. New rows are normally distributed with standard deviation initializer_range, and new biases
+--- are 0. Create the engine or optimizer after this call.
 ---@param n integer number of tokens
 ---@return ps.pretrained.Model self
 function Model:resize_token_embeddings(n)
@@ -268,17 +273,17 @@ function Model:resize_token_embeddings(n)
     resize(owner, key, n, key == "bias" and init.zeros_ or normal, (names[owner] or "") .. key)
     if owner.class_name == "Embedding" then owner.rows = n elseif owner.outputs then owner.outputs = n end
   end
-  local head = rawget(self, "tied_head")                   -- a head tied to the token embedding shares its weight
+  local head = rawget(self, "tied_head")                   -- this head shares the weight of the token embedding
   if head then head.outputs = n end
   for _, module in self:named_modules() do if module.config then module.config = config end end
   note_layout(self)
   return self
 end
 
---- Returns example arguments for a call of the model, as tensors without data. They are used to count the costs of the
---- model's parts.
+--- Returns example arguments for a call of the model, as tensors without data. They are used to compute the costs of
+--- the model's parts.
 ---@param rows integer
----@param positions integer the number of positions; at most those of the model
+---@param positions integer the number of positions; more than the model's positions are reduced to that number
 ---@return {input_ids: ps.Tensor} batch
 function Model:example(rows, positions)
   local shape = { rows, math.min(positions, self:costs().positions) }
@@ -286,9 +291,9 @@ function Model:example(rows, positions)
 end
 
 -- -- costs ----------------------------------------------------------------------------------------------------------
---- Returns the floating-point operations of training per token: 6 per weight that multiplies, plus 12 L C T for
---- attention over T positions. Embeddings only look up rows and do not count, except that a token embedding which is
---- also the head counts once.
+--- Returns the number of floating-point operations per token in training: 6 for each weight that takes part in a matrix
+--- product, plus 12 L C T for attention over T positions. Embeddings only look up rows and are not counted. A token
+--- embedding that is also the head is counted once.
 ---@param seq? integer T (default: the model's positions)
 ---@return number
 function Model:flops_per_token(seq)

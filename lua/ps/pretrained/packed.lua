@@ -1,21 +1,21 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models whose weights stay packed as in their files (keep_quantized of ps.from_pretrained): GGUF files, and folders
--- with weights in NF4 of bitsandbytes.
+-- Models whose weights stay packed as they are in their files (keep_quantized of ps.from_pretrained). The files are
+-- GGUF files, or folders whose weights bitsandbytes quantized to NF4.
 local create = require "ps.tensor.create"
 local packed = require "ps.nn.packed"
 local weights = require "ps.pretrained.weights"
 
 local of_files = {}
 
--- Returns the packed type for a layer whose weight has a type in the files. Double quantization of the scales is undone
--- for tables of embeddings, whose rows are looked up one by one.
+-- Returns the packed type for a layer whose weight has the type `name` in the files. For embeddings, double
+-- quantization of the scales is undone, because their rows are looked up one by one.
 local function kind_of(module, name)
   local kind = packed.type(name)
   return kind and kind.scales and module.class_name == "Embedding" and packed.type "NF4" or kind
 end
 
---- Replaces the weights of a new model's layers with packed weights without data, for every weight that the file stores
---- in blocks. The file then provides bytes for these weights instead of numbers.
+--- Replaces the weights of a new model's layers with packed weights without data. Only weights that the files store in
+--- blocks are replaced. Later reads of these weights from the files return blocks instead of numbers.
 ---@param model ps.pretrained.Model
 ---@param files ps.pretrained.Files the open files
 ---@param device? string

@@ -1,13 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- OSLO's folders of a model that several ranks share: a file pytorch_model_tp_I_pp_J.bin for each rank I of tensor
--- parallelism and stage J of a pipeline, config.json, and placement.json, which maps tensors to files:
+-- Writes OSLO's folders for a model that several ranks share. A folder has a file pytorch_model_tp_I_pp_J.bin for each
+-- combination of tensor-parallel rank I and pipeline stage J, a config.json, and a placement.json. The last one maps
+-- tensors to files:
 --   { "version": 1, "pipeline_parallel_size", "tensor_parallel_size", "weight_map": { tensor: file } }
--- If layers are cut, the version is 2. Tensors that are whole on all ranks along tp are in the files of all of them,
--- and weight_map names the first. Of each other tensor, a file has its rank's part, without padding:
---   "pieces": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in the
---   whole, "shape", "at": of its first element in the file's tensor } ] } }
--- With merge_checkpoints it is one pytorch_model.bin. The folder is written under a temporary name and then
--- renamed as a whole, so that no file of a larger layout survives.
+-- If layers are split over ranks, the version is 2. A tensor that is whole on all ranks along tp is in the files of all
+-- these ranks, and weight_map names the first of these files. For every other tensor, each file has the part of its
+-- rank, without padding, and placement.json describes these parts:
+--   "pieces": { tensor: { "dtype", "shape": shape of the whole tensor, "pieces": [ { "file", "shape",
+--     "offset": offset of the piece's first element in the whole tensor,
+--     "at": offset of the piece's first element in the file's tensor } ] } }
+-- With merge_checkpoints, the weights are in one file pytorch_model.bin. The folder is written under a temporary name
+-- and then renamed as a whole. No file of an older, larger layout therefore remains.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
@@ -50,7 +53,7 @@ function Bin:append(name, data, nbytes) check(C.ps_ptw_write(self.writer, self.s
 function Bin:commit() check(C.ps_ptw_commit(self.writer)) end
 function Bin:close() C.ps_ptw_free(ffi.gc(self.writer, nil)) end
 
---- Begins a PyTorch file, which stores a dict of tensors, for save.write.
+--- Creates a PyTorch file that stores a dict of tensors. Returns a writer for save.write.
 ---@param path string
 ---@param entries table[]
 ---@return table writer
@@ -88,10 +91,11 @@ local function placement_of(model, entries)
     tensor_parallel_size = cuts and mesh.size "tp" or 1, weight_map = map, pieces = cuts and pieces or nil }
 end
 
--- Writes this rank's file, together with the ranks that train the same parameters.
+-- Writes this rank's file. The ranks that train the same parameters write it together.
 local function write_part(model, temp)
   local cuts = sharded.of(model) ~= nil
-  if not cuts and mesh.rank "tp" > 0 then return end                   -- tensors are equal along tp; rank 0 writes them
+  -- Without split layers, tensors are equal on all ranks along tp, so only tp rank 0 writes them.
+  if not cuts and mesh.rank "tp" > 0 then return end
   local engine = handle.of(model)
   local peers = (cuts or engine and engine.ranks) and mesh.group "dp" or nil
   local pp = engine and engine.stages and mesh.rank "pp" or 0
@@ -101,7 +105,7 @@ end
 
 local function write_text(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
 
--- Raises an error if the folder contains files that no save wrote, since they may be other data.
+-- Raises an error if the folder contains files that were not written by a save, because they may be other data.
 local function check_ours(path)
   if not lfs.symlinkattributes(path, "mode") then return end
   if lfs.attributes(path, "mode") ~= "directory" then error(("%s is not a folder"):format(path), 0) end
@@ -116,12 +120,12 @@ local function check_ours(path)
   end
 end
 
---- Writes the folder. All ranks call this function. An error on one rank is raised on all ranks and leaves the folder
---- unchanged. A step in progress continues afterwards with its gradients.
+--- Writes the folder. All ranks call this function. An error on one rank is raised on all ranks, and the folder does
+--- not change. If a step is in progress, it keeps its gradients and can continue afterwards.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
 ---@param config_of fun(dtype: string): string returns the text of config.json for a weight dtype
----@param whole boolean write one file with all stages
+---@param whole boolean whether to write one file with all stages
 ---@param source? string the folder from which the model was loaded; its tokenizer and generation settings are copied
 function parallel.save(model, path, config_of, whole, source)
   caller.typed(path, "string", "save_parallelized: the folder")
@@ -137,7 +141,7 @@ function parallel.save(model, path, config_of, whole, source)
       check_ours(path)
       checkpoint_folder.make(temp)
     end)
-    agree.run(group, function() return save.entries(model) end)       -- raises an error of one rank on all ranks
+    agree.run(group, function() return save.entries(model) end)       -- raises one rank's error on all ranks
     local all = save.whole(model)
     if whole then
       save.write(temp .. "/pytorch_model.bin", all, parallel.bin_file, group)
@@ -152,7 +156,7 @@ function parallel.save(model, path, config_of, whole, source)
       check(C.ps_file_swap_folder(temp, path))
     end)
   end)
-  if rank == 0 then checkpoint_folder.remove(temp) end                -- the old folder, or the remains of a failed save
+  if rank == 0 then checkpoint_folder.remove(temp) end                -- the old folder, or the rest of a failed save
   if not ok then error(problem, 0) end
 end
 

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rotary position embedding by a config.json: `rope_parameters`, or `rope_theta` and `rope_scaling` in older files. The
--- angle of column pair i at position p is p times a frequency, theta^(-2i / D), which the kinds below stretch for
--- longer sequences than those of the training. The formulas are those of transformers' modeling_rope_utils.py, except
--- that "dynamic" depends only on the length of each call.
+-- Computes rotary position embeddings as a config.json describes them: in `rope_parameters`, or in `rope_theta` and
+-- `rope_scaling` in older files. The angle of column pair i at position p is p times a frequency. The base frequency is
+-- theta^(-2i / D). The kinds below change the frequencies for sequences that are longer than those of the training. The
+-- formulas are those of transformers' modeling_rope_utils.py, except that "dynamic" depends only on the length of each
+-- call.
 local create = require "ps.tensor.create"
 local ffi = require "ffi"
 local settings = require "ps.pretrained.settings"
@@ -10,7 +11,7 @@ local error = require("ps.core.caller").error
 
 local rope = {}
 
--- The settings that each kind reads in addition to rope_theta. true marks a required setting.
+-- The settings that each kind reads in addition to rope_theta. A setting with the value true is required.
 local KINDS = {
   default = {}, linear = { factor = true }, dynamic = { factor = true },
   llama3 = { factor = true, low_freq_factor = true, high_freq_factor = true, original_max_position_embeddings = false },
@@ -22,7 +23,7 @@ local KINDS = {
 local STRETCHED = { llama3 = true, yarn = true, longrope = true }
 local TYPES = { truncate = "boolean", short_factor = "table", long_factor = "table" }
 
--- Checks that the two lists of longrope are equal, so that the frequencies do not depend on the length of a text.
+-- Checks that the two lists of longrope are equal. Otherwise the frequencies would depend on the length of a text.
 local function check_factors(who, p)
   local same = #p.short_factor == #p.long_factor
   for i, one in ipairs(p.short_factor) do
@@ -37,8 +38,8 @@ local function check_factors(who, p)
   end
 end
 
---- Returns the complete rotary embedding settings of a configuration: rope_type, rope_theta, and the settings of the
---- kind. Raises an error that names the setting if it is not supported.
+--- Returns all settings of a configuration for rotary embeddings: rope_type, rope_theta, and the settings of the kind.
+--- If a setting is not supported, raises an error that names the setting.
 ---@param who string
 ---@param config table
 ---@return table parameters
@@ -94,14 +95,15 @@ end
 local function fp32(x) return tonumber(ffi.cast("float", x)) end
 
 -- Returns the frequencies theta^(-2i / D) of the D / 2 pairs. Intermediate results are rounded as in transformers,
--- since models were trained with these values. They differ from the exact ones by a factor of up to 1 + 5e-7.
+-- because models were trained with the rounded values. They differ from the exact values by a factor of up to 1 + 5e-7.
 local function plain(theta, D)
   local all = {}
   for i = 0, D / 2 - 1 do all[i + 1] = fp32(1 / fp32(theta ^ fp32(2 * i / D))) end
   return all
 end
 
--- Scales down low frequencies, keeps high frequencies, and interpolates between them.
+-- Returns the frequencies of kind llama3, and the factor 1. Low frequencies are divided by `factor`, high frequencies
+-- do not change, and frequencies between them are interpolated.
 local function llama3(p, theta, D)
   local all, old = plain(theta, D), p.original_max_position_embeddings
   for i, frequency in ipairs(all) do
@@ -115,8 +117,8 @@ local function llama3(p, theta, D)
   return all, 1
 end
 
---- Returns the numbers by which the kind llama3 divides the D / 2 frequencies. GGUF stores them in the tensor
---- rope_freqs.weight.
+--- Returns the numbers by which the kind llama3 divides the D / 2 frequencies. GGUF files store these numbers in the
+--- tensor rope_freqs.weight.
 ---@param p table settings of the kind llama3
 ---@param theta number rope_theta
 ---@param D integer the width of a head
@@ -127,7 +129,7 @@ function rope.llama3_factors(p, theta, D)
   return list
 end
 
--- Divides each frequency by its own factor.
+-- Returns the frequencies of kind longrope, each divided by its own number, and the attention factor.
 local function longrope(p, D)
   local all = {}
   if #p.short_factor ~= D / 2 then
@@ -138,11 +140,11 @@ local function longrope(p, D)
   return all, p.attention_factor
 end
 
--- Returns x, or nil if x is 0, which means no value.
+-- Returns x, or nil if x is 0. In these settings, 0 means that there is no value.
 local function above_0(x) return x ~= 0 and x or nil end
 
--- Returns YaRN's frequencies (Peng et al. 2023), with a linear ramp between the pairs that rotate often within the
--- original length and the pairs that rotate rarely.
+-- Returns YaRN's frequencies (Peng et al. 2023), and the attention factor. Pairs that rotate often within the original
+-- length keep their frequency, and pairs that rotate rarely have it divided by `factor`. Between them is a linear ramp.
 local function yarn(p, D)
   local old, truncate = p.original_max_position_embeddings, p.truncate ~= false
   local function pair_of(turns) return D * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(p.rope_theta)) end
@@ -163,11 +165,11 @@ local function yarn(p, D)
   return all, factor or scale(1)
 end
 
---- Returns the frequencies of the D / 2 pairs, and the factor for cosines and sines.
+--- Returns the frequencies of the D / 2 pairs, and the factor that multiplies cosines and sines.
 ---@param p table the result of rope.parameters
 ---@param D integer the width of a head
 ---@param most integer max_position_embeddings
----@param length integer number of positions, which only the kind "dynamic" uses
+---@param length integer number of positions; only the kind "dynamic" uses it
 ---@return number[] frequencies
 ---@return number factor
 function rope.frequencies(p, D, most, length)
@@ -212,7 +214,8 @@ function rope.new(who, config, D)
   return self
 end
 
---- Returns cosines and sines [B or 1, T, D / 2] for positions, in the form that F.rope needs for tensors of a dtype.
+--- Returns the cosines and sines [B or 1, T, D / 2] for positions, in the form that F.rope expects for tensors of a
+--- dtype.
 ---@param places? ps.Tensor int [B or 1, T] (default: `at`, at + 1, ...)
 ---@param T integer
 ---@param at integer

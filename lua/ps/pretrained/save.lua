@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a model's weights in the form that Hugging Face reads: one safetensors file, or several with an index. With an
--- engine these are the fp32 values (masters), which only rank 0 writes.
+-- Writes a model's weights in the form that Hugging Face reads: one safetensors file, or several files with an index.
+-- With an engine, the written values are the fp32 values (masters), and only rank 0 writes.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -33,14 +33,15 @@ local function in_order(entries)
   return entries
 end
 
--- Returns this rank's shard of a tensor or of what a function makes, without padding.
+-- Returns this rank's shard of a tensor, without padding. If `tensor` is a function that makes the tensor, returns a
+-- function that makes the shard.
 local function own_values(tensor, at)
   if type(tensor) == "function" then return function() return sharded.own(tensor(), at) end end
   return tensor ~= nil and sharded.own(tensor, at) or nil
 end
 
--- Replaces the entries of tensor-parallel parameters with this rank's shards without padding. `whole` is the shape of
--- the whole tensor.
+-- Changes the entries of tensor-parallel parameters so that they describe this rank's shards, without padding. The
+-- field `whole` of such an entry is the shape of the whole tensor.
 local function of_shards(entries, cuts)
   local list = {}
   for _, entry in ipairs(entries) do
@@ -54,11 +55,11 @@ local function of_shards(entries, cuts)
   return list
 end
 
---- Returns the tensors that the ranks which train the same parameters have to write, sorted by name. An entry is {name,
---- shape, dtype, numel, tensor, owner}: `tensor` is the tensor if this rank has it, or a function that makes it, and
---- `owner` is the rank in the group that has it. In a pipeline, the entries are those of this stage. If ranks along tp
---- share layers, the entries are this rank's shards, `whole` is the shape of the whole tensor, and `pieces` are the
---- shards' offsets in it.
+--- Returns the tensors that must be written, sorted by name. The list covers the ranks that train the same parameters.
+--- An entry is {name, shape, dtype, numel, tensor, owner}. `owner` is the number in the group of the rank that has the
+--- tensor. On this rank, `tensor` is the tensor or a function that makes the tensor. On other ranks it is nil. In a
+--- pipeline, the entries are those of this stage. If ranks along tp share layers, the entries are this rank's shards.
+--- Then `whole` is the shape of the whole tensor, and `pieces` are the offsets of the shards in the whole tensor.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.entries(model)
@@ -88,17 +89,19 @@ function save.entries(model)
       local row, dtype = rows[address(tensor)] or { 0, false }, tensor:dtype()
       if saves(name) then
         entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = values(name), owner = row[1] or 0,
-          dtype = row[2] and HALF[dtype] and "fp32" or dtype } -- trained parameters have an fp32 master
+          -- Trained parameters have an fp32 master.
+          dtype = row[2] and HALF[dtype] and "fp32" or dtype }
       end
     end
   end
   return in_order(of_shards(entries, sharded.of(model)))
 end
 
---- Returns the whole entries of all stages and tensor-parallel ranks, with owners numbered among all ranks. If several
---- ranks hold pieces of an entry, `parts` replaces the owner: a list of {owner, offset, shape, at}, where `offset` and
---- `shape` define a rectangle of the entry, and `at` is where it begins in the owner's tensor. tp and pp are the
---- owner's coordinates along these axes. All ranks call this function.
+--- Returns entries for whole tensors, from all stages and all tensor-parallel ranks. Owners are numbered among all
+--- ranks. If several ranks hold pieces of an entry, the entry has a field `parts`, which replaces the owner. It is a
+--- list of {owner, offset, shape, at}. `offset` and `shape` define a rectangle of the entry. `at` is the offset of this
+--- rectangle in the owner's tensor. tp and pp are the owner's coordinates along these axes. All ranks call this
+--- function.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.whole(model)
@@ -136,8 +139,8 @@ function save.whole(model)
   return in_order(entries)
 end
 
---- Returns Hugging Face's name of the widest floating-point dtype, for the single dtype in config.json. Entries with
---- `side` are not counted: tensors of a packed weight.
+--- Returns Hugging Face's name of the widest floating-point dtype among the entries, because config.json has a single
+--- dtype. Entries with the field `side` are skipped. They are tensors of a packed weight.
 ---@param entries table[]
 ---@return string
 function save.dtype_of(entries)
@@ -150,8 +153,9 @@ function save.dtype_of(entries)
   return HF_DTYPE[found] or "float32"
 end
 
--- Allocates buffers, by dtype, for entries of other ranks. A buffer has room for one piece, or for the largest entry if
--- it is smaller. `slabs` are the buffers in which rank 0 assembles parts.
+-- Allocates buffers for entries of other ranks, one for each dtype. A buffer has room for one piece. If the largest
+-- entry is smaller than a piece, the buffer has room for that entry. `slabs` are the buffers in which rank 0 assembles
+-- parts.
 local function buffers_for(entries)
   local numel, buffers, slabs = {}, {}, {}
   for _, entry in ipairs(entries) do
@@ -195,7 +199,7 @@ local function exchange(entries, buffers, group, writer)
     end)
   end
   local function copy(to, from) try(function() scope.no_grad(to.copy_, to, from():to("cpu")) end) end
-  -- Copies the elements that from() returns on the owner into `to` on rank 0.
+  -- Copies elements from the owner to rank 0. On the owner, from() returns the elements. Rank 0 copies them into `to`.
   local function bring(owner, buffer, from, to)
     if owner == 0 and rank == 0 then return copy(to, from) end
     if rank == owner then
@@ -245,10 +249,11 @@ local function exchange(entries, buffers, group, writer)
 end
 
 --- Writes one file on the group's rank 0. All ranks of the group call this function. An error on one rank is raised on
---- all ranks and leaves no file.
+--- all ranks, and no file remains.
 ---@param path string
 ---@param entries table[] some or all results of save.entries or save.whole
----@param open fun(path: string, entries: table[]): table writer with append(name, data, nbytes), commit() and close()
+---@param open fun(path: string, entries: table[]): table returns a writer with append(name, data, nbytes), commit() and
+--- close()
 ---@param group? ps.Group
 function save.write(path, entries, open, group)
   local rank, writer, buffers = group and group:rank() or 0, nil, nil
@@ -268,7 +273,7 @@ end
 local UNITS = { B = 1, KB = 1e3, MB = 1e6, GB = 1e9, TB = 1e12, KiB = 2 ^ 10, MiB = 2 ^ 20, GiB = 2 ^ 30, TiB = 2 ^ 40 }
 local LARGEST = 5e10  -- largest file in bytes; transformers 5 writes files of up to 50 GB
 
--- Converts a size in Hugging Face's form (5000000, "5GB", "200MiB") to bytes.
+-- Converts a size in Hugging Face's form, such as 5000000, "5GB" or "200MiB", to a number of bytes.
 local function nbytes_of(size)
   if size == nil then return LARGEST end
   local number, unit = size, "B"
@@ -283,7 +288,7 @@ local function nbytes_of(size)
   return number * UNITS[unit]
 end
 
--- Distributes entries over files of at most `most` bytes. Each file has at least one tensor.
+-- Distributes entries over files of at most `most` bytes each. Each file has at least one tensor.
 local function split(entries, most)
   local files, filled = { {} }, 0
   for _, entry in ipairs(entries) do
@@ -315,8 +320,8 @@ local WEIGHTS = { "^model%.safetensors$", "^model%.safetensors%.index%.json$", "
   "^pytorch_model%.bin$", "^pytorch_model%.bin%.index%.json$", "^pytorch_model%-%d+%-of%-%d+%.bin$",
   "^pytorch_model_tp_%d+_pp_%d+%.bin$", "^placement%.json$" }
 
--- Removes the weights that another model left in the folder. A reader that follows an older index, or prefers another
--- file, would load them. Indices are removed first, since they refer to the other files.
+-- Removes the weights that another model left in the folder. A reader would load them if it follows an older index or
+-- prefers another file. Indices are removed first, because they refer to the other files.
 local function remove_older(path, names)
   local now, indices, others = {}, {}, {}
   for _, name in ipairs(names) do now[name] = true end
@@ -337,7 +342,7 @@ local function remove_older(path, names)
   end
 end
 
---- Begins a safetensors file, for save.write.
+--- Creates a safetensors file. Returns a writer for save.write.
 ---@param path string
 ---@param entries table[]
 ---@return table writer
@@ -345,7 +350,7 @@ function save.safetensors_file(path, entries) return safetensors.writer(path, en
 
 local INDEX = "model.safetensors.index.json"
 
--- Writes the weights and the text of config.json.
+-- Writes the weights and config.json.
 local function write_all(path, files, config, group)
   local names = {}
   for i in ipairs(files) do
@@ -360,8 +365,8 @@ local function write_all(path, files, config, group)
   end, function() remove_older(path, kept) end)
 end
 
---- Writes a folder from one process: weights, config.json and the companion files of another folder, which replace
---- those of an older model.
+--- Writes a folder from a single process: weights, config.json, and companion files that are copied from another
+--- folder. They replace the companion files of an older model.
 ---@param path string
 ---@param entries table[] entries in the form of save.entries, where `tensor` can be a function that creates the tensor
 ---@param config_of fun(dtype: string): string returns the text of config.json for a weight dtype
@@ -374,7 +379,7 @@ function save.folder(path, entries, config_of, more)
   if more.source then folder.copy_companions(more.source, path, true) end
 end
 
---- Returns the group of ranks that share a model, or nil if each rank has the whole model.
+--- Returns the group of ranks that share a model. Returns nil if each rank has the whole model.
 ---@param model ps.nn.Module|ps.Engine
 ---@return ps.Group?
 function save.group_of(model)
@@ -382,7 +387,7 @@ function save.group_of(model)
   return (sharded.of(model) or engine and (engine.ranks or engine.stages)) and mesh.group "world" or nil
 end
 
---- Raises an error if an engine that holds the model is inside a step.
+--- Raises an error if the engine that holds the model is inside a step.
 ---@param model ps.nn.Module|ps.Engine
 ---@param call string the called function, for the message
 function save.check_between_steps(model, call)
@@ -393,16 +398,16 @@ function save.check_between_steps(model, call)
 end
 
 --- Writes a model's weights and config.json to a folder, in the format that Hugging Face and from_pretrained read. With
---- an engine, only rank 0 writes, and it writes the fp32 values (masters) piece by piece. All ranks call this function
+--- an engine, only rank 0 writes. It writes the fp32 values (masters) piece by piece. All ranks call this function
 --- between two steps. An error on one rank is raised on all ranks.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
 ---@param config_of fun(dtype: string): string returns the text of config.json for a weight dtype
 ---@param more? {max_shard_size?: integer|string, source?: string, entries?: fun(entries: table[]): table[]}
 --- max_shard_size: the largest file size (default 50 GB); a tensor is not split. source: the folder from which the
---- model was loaded; its tokenizer and generation settings are copied. entries: changes the list of tensors to write,
---- where `tensor` can be a function that creates the tensor when it is written, or that calls its argument with one
---- part after the other.
+--- model was loaded; its tokenizer and generation settings are copied. entries: changes the list of tensors to write.
+--- In this list, `tensor` can be a function. Either it returns the tensor when the tensor is written, or it calls its
+--- argument with one part of the tensor after the other.
 function save.run(model, path, config_of, more)
   more = more or {}
   caller.typed(path, "string", "save_pretrained: the folder")
@@ -414,7 +419,7 @@ function save.run(model, path, config_of, more)
   agree.run(group, function()
     if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end
   end)
-  agree.run(group, function() return save.entries(model) end)          -- raises an error of one rank on all ranks
+  agree.run(group, function() return save.entries(model) end)          -- raises one rank's error on all ranks
   local entries = save.whole(model)
   if more.entries then entries = more.entries(entries) end
   write_all(path, split(entries, most), config_of(save.dtype_of(entries)), group)

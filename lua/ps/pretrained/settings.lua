@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model's settings under Hugging Face's names: the fields of a config.json, checked by the rules of its family. A
--- field that changes the model's numbers is followed or refused by name; other fields (names, generation, caches) are
--- kept and written again. A refusal reads "gpt2: refused: FIELD = VALUE: why".
+-- A model's settings under Hugging Face's names. They are the fields of a config.json, and the rules of the model's
+-- family check them. A field that changes the model's numbers is used if it is supported. Otherwise an error names the
+-- field. Other fields, such as names, generation settings and caches, are kept and written again. Such an error reads
+-- "gpt2: refused: FIELD = VALUE: why".
 local caller = require "ps.core.caller"
 local encode = require "ps.core.encode"
 local json = require "cjson"
@@ -12,28 +13,28 @@ local error = caller.error
 
 ---@class ps.pretrained.Rules
 ---@field model_type string
----@field defaults table<string, any> a model's settings with their defaults for scripts
----@field file_defaults? table<string, any> the defaults for a config.json, if they differ
+---@field defaults table<string, any> all settings, with the default values for scripts
+---@field file_defaults? table<string, any> the default values for a config.json, if they differ
 ---@field optional? table<string, string> settings that may be absent, and their kinds ("whole", "number", "string")
----@field assumed_ids? table<string, integer> ids of tokens that transformers assumes if config.json has none
+---@field assumed_ids? table<string, integer> ids of tokens that transformers assumes if config.json does not set them
 ---@field nullable? table<string, boolean> settings for which null means none; a null becomes false
 ---@field sizes string[] settings that are whole numbers of at least 1
----@field shares string[] settings that are probabilities in [0, 1)
+---@field shares string[] settings that are fractions in [0, 1)
 ---@field positive? string[] settings that are numbers of at least 0
----@field aliases? table<string, string> other name -> setting
+---@field aliases? table<string, string> maps another name of a setting to the setting
 ---@field fixed? table<string, any[]> fields with only one supported value: { value, meaning of other values }
 ---@field absent? table<string, string> fields that must be absent or empty, and their meaning
----@field activation string the setting that names the activation
----@field width string the setting that `heads` must divide
----@field heads string
----@field layers string the setting that counts the layers
+---@field activation string name of the setting that selects the activation
+---@field width string name of a setting; its value must be a multiple of the number of heads
+---@field heads string name of the setting with the number of heads
+---@field layers string name of the setting with the number of layers
 ---@field any_pad? boolean whether pad_token_id may be outside the vocabulary
 ---@field check? fun(full: table) raises errors for settings that contradict each other
----@field change? fun(given: table, changes: table): table returns the fields to put into `given` for a script's
---- `changes`, and removes other names of the same settings
+---@field change? fun(given: table, changes: table): table returns the fields to set in `given` for a script's
+--- `changes`, and removes other names of the same settings from `given`
 ---@field layer string a pattern for the body's parameter names that captures the layer's index
----@field measures table[] sizes that the body's weights determine: { setting, parameter name, dimension from 1, default
---- = the value if the setting is absent }
+---@field measures table[] sizes that can be read from the body's weights: { setting, parameter name, dimension counted
+--- from 1, default = the value if the setting is absent }
 
 ---@class ps.pretrained.Settings
 ---@field rules ps.pretrained.Rules
@@ -52,16 +53,17 @@ local TRUTHS = { is_causal = true, token_classification_bias = true }
 
 local PROBLEMS = { regression = true, single_label_classification = true, multi_label_classification = true }
 
--- Hugging Face's activations, each as a form of gelu (F.gelu) or as a function.
+-- Hugging Face's activations. A text is a form of gelu for F.gelu. Other activations are functions.
 local ACTIVATIONS = {
   gelu = "none", gelu_python = "none", gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_python_tanh = "tanh",
-  gelu_fast = "tanh", gelu_accurate = "tanh",              -- the constants for sqrt(2 / pi) agree to 11 digits
+  gelu_fast = "tanh", gelu_accurate = "tanh",              -- their constants for sqrt(2 / pi) agree to 11 digits
   relu = F.relu, silu = F.silu, swish = F.silu, tanh = F.tanh, sigmoid = F.sigmoid,
   linear = function(x) return x end,
   quick_gelu = function(x) return x * F.sigmoid(x * 1.702) end,
 }
 
---- Returns the activation with a given name: a form of F.gelu and nil, or nil and a function.
+--- Returns the activation with a given name. For a form of gelu, returns the form for F.gelu. For others, returns nil
+--- and a function.
 ---@param name string
 ---@return ("none"|"tanh")? gelu
 ---@return (fun(x: ps.Tensor): ps.Tensor)? other
@@ -71,7 +73,8 @@ function settings.activation(name)
   return nil, found
 end
 
---- Returns the product of an activation's result and `up`, as gated MLPs compute it, by one op where there is one.
+--- Returns a function that multiplies an activation's result by `up`, as gated MLPs do. It uses a single op if psluajit
+--- has one for this activation.
 ---@param name string
 ---@return fun(gate: ps.Tensor, up: ps.Tensor): ps.Tensor
 function settings.gated(name)
@@ -81,7 +84,7 @@ function settings.gated(name)
   return function(gate, up) return other(gate) * up end
 end
 
---- Returns the reason of a refusal that lists the supported values.
+--- Returns a reason for an error message: a list of the supported values.
 ---@param values table<string, any> by their names
 ---@return string
 function settings.supported(values)
@@ -93,7 +96,8 @@ local function shown(value)
   return type(value) == "table" and "{...}" or tostring(value)
 end
 
---- Raises the error for a field that is not supported: a ps.Error whose field `refused` is "FIELD = VALUE: why".
+--- Raises an error for a field that is not supported. The error is a ps.Error whose field `refused` is
+--- "FIELD = VALUE: why".
 ---@param who string the family, or the file with the field
 ---@param field string
 ---@param value any
@@ -142,7 +146,7 @@ local function check_values(self, given)
     local value = given[key]
     if not (value >= 0 and value < math.huge) then wrong(self, key, value, "it must be 0 or more") end
   end
-  -- a negative pad_token_id is a row counted from the end, not an id
+  -- A negative pad_token_id is a row counted from the end instead of an id.
   local pad, V = given.pad_token_id, given.vocab_size
   if pad and not rules.any_pad and not (pad >= -V and pad < V) then
     wrong(self, "pad_token_id", pad, "the vocabulary has %d tokens", V)
@@ -177,7 +181,7 @@ local function count(t)
   return n
 end
 
--- Returns id2label with string keys, as in JSON. The argument can also be a list, or a table with keys from 0.
+-- Returns id2label with string keys, as in JSON. `map` can also be a list, or a table with keys from 0.
 local function by_strings(map)
   if type(map) ~= "table" or type(next(map)) ~= "number" then return map end
   local first, named = map[0] ~= nil and 0 or 1, {}
@@ -185,8 +189,9 @@ local function by_strings(map)
   return named
 end
 
--- Returns num_labels: the given number, or the size of id2label, or 2. If a script's number differs from the file's
--- id2label, the labels become LABEL_0, LABEL_1 and so on. If both come from the same source, a difference is an error.
+-- Returns num_labels. If it is not given, returns the size of id2label, or else 2. If a script's number differs from
+-- the file's id2label, the labels become LABEL_0, LABEL_1 and so on. If both are from the same source, a difference is
+-- an error.
 local function count_labels(self, given)
   local map = by_strings(given.id2label)
   given.id2label = map
@@ -210,8 +215,8 @@ local function count_labels(self, given)
   end
 end
 
---- Returns all settings of a model, with aliases resolved and missing settings set to their defaults. Raises an error
---- that names the setting if it is not supported.
+--- Returns all settings of a model. Aliases become the names of settings, and missing settings get their defaults. If a
+--- setting is not supported, raises an error that names the setting.
 ---@param given table
 ---@return table complete
 function Settings:complete(given)
@@ -236,8 +241,8 @@ function Settings:complete(given)
   return all
 end
 
---- Reads a config.json as Hugging Face does. A null value is treated as an absent key, except for settings that null
---- turns off.
+--- Reads a config.json as Hugging Face does. A null value counts as an absent key, except for settings that null turns
+--- off.
 ---@param fields table the decoded file
 ---@param changes? table<string, any> a script's settings (see Settings:change)
 ---@return table
@@ -246,14 +251,14 @@ function Settings:from_file(fields, changes)
   for key, value in pairs(fields) do
     if rules.nullable and rules.nullable[key] and value == json.null then given[key] = false
     elseif TRUTHS[key] and value == json.null then given[key] = false
-    -- An empty table was either a list or an object. Lua cannot tell which, so the field is omitted.
+    -- An empty table was either a list or an object in the file. Lua cannot distinguish them, so the field is omitted.
     elseif type(value) ~= "userdata" and not (type(value) == "table" and next(value) == nil) then given[key] = value end
   end
   for key, default in pairs(rules.file_defaults or {}) do if given[key] == nil then given[key] = default end end
   return self:change(given, changes or {})
 end
 
---- Overrides settings of a file or a preset with a script's settings. Aliases are resolved.
+--- Overrides the settings of a file or a preset with a script's settings. Aliases become the names of settings.
 ---@param given table
 ---@param changes table<string, any>
 ---@return table given
@@ -272,7 +277,7 @@ function Settings:change(given, changes)
   return given
 end
 
---- Returns the text of a config.json with a model's fields and its weights' dtype.
+--- Returns the text of a config.json with a model's settings and the dtype of its weights.
 ---@param full table
 ---@param architecture string
 ---@param dtype string Hugging Face's name of the dtype, for example "float32"
@@ -292,14 +297,14 @@ function Settings:to_file(full, architecture, dtype)
     fields.label2id = {}
     for id, label in pairs(fields.id2label) do fields.label2id[label] = tonumber(id) end
   end
-  -- null, since transformers would assume an id that the vocabulary does not have
+  -- Writes null, because transformers would otherwise assume an id that the vocabulary does not have.
   for key, id in pairs(self.rules.assumed_ids or {}) do
     if fields[key] == nil and fields.vocab_size <= id then fields[key] = json.null end
   end
-  fields.num_labels = nil                                  -- Hugging Face derives this count from id2label
+  fields.num_labels = nil                                  -- Hugging Face derives this number from id2label
   fields.dtype, fields.torch_dtype = dtype, dtype          -- torch_dtype is for transformers before 4.56
   local text = encode(fields, "config.json")
-  for _, key in ipairs(self.rules.positive or {}) do       -- transformers 5 requires 1.0, not 1
+  for _, key in ipairs(self.rules.positive or {}) do       -- transformers 5 requires 1.0 instead of 1
     text = text:gsub(('("%s":%%d+)([,}])'):format(key), "%1.0%2")
   end
   return text

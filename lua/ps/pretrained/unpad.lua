@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batches without their padding: an encoder computes only the needed rows of [B, T], as [S, C], and only attention
--- uses [B, T]. A row is needed if its position is a key, if it is the first of its sequence (a pooler reads it), or if
--- it has a label. Nothing reads the other rows, so the numbers are those of the padded batch up to the rounding of
--- products with fewer rows, and masks of dropout are the same. A few more rows are also computed, so that products
--- have fewer different sizes; nothing reads these rows, either.
+-- Removes the padding of batches. An encoder then computes only the needed rows of [B, T], as [S, C]. Only attention
+-- uses [B, T]. A row is needed in three cases: its position is a key, it is the first row of its sequence, which a
+-- pooler reads, or it has a label. Nothing reads the other rows. The results are therefore those of the padded batch,
+-- up to the rounding of products with fewer rows, and the masks of dropout are the same. A few rows that are not needed
+-- are also computed, because this reduces the number of different sizes of products.
 local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
 local loss_weight = require "ps.core.loss_weight"
@@ -17,9 +17,9 @@ local META = native.device_index "meta"
 
 local unpad = {}
 
--- Returns the number of rows to which n rows are padded. Padding reduces the number of different matrix sizes: a kernel
--- is generated for each size, which takes as long as a layer or two. Tiles have 16 rows, so padding to a multiple of 16
--- is free. Further padding costs at most 1/32.
+-- Returns the number of rows to compute for n needed rows. Rounding up reduces the number of different matrix sizes. A
+-- kernel is generated for each size, which takes as long as a layer or two. Tiles have 16 rows, so rounding up to a
+-- multiple of 16 is free. Further rounding costs at most 1/32.
 local function filled(n)
   local step = 16
   while n > 64 * step do step = 2 * step end
@@ -27,7 +27,7 @@ local function filled(n)
 end
 
 -- Returns the indices of the needed rows in ascending order, followed by those of some other rows, as int64 [S]. In a
--- dry run and on device meta there are no values, so all rows count as needed, which is the maximum.
+-- dry run and on device meta, there are no values. All rows then count as needed, which is the maximum.
 local function numbers(kept)
   local all = { kept:numel() }
   if kept.device_ == META then return create.empty(all, { dtype = "int64", device = "meta" }) end
@@ -43,11 +43,12 @@ local function numbers(kept)
   return found or create.empty(all, { dtype = "int64", device = kept:device() })
 end
 
---- Determines which rows are needed. The host waits for a mask that is on a device.
+--- Determines which rows are needed. If the mask is on a device, the host waits for it.
 ---@param mask ps.Tensor bool [B, T], true for visible keys
----@param labels? ps.Tensor int [B, T], -100 where there is no label
----@return ps.Tensor rows int64 [S]: the indices of the needed rows among B * T, ascending, then a few others
----@return ps.Tensor places int64 [B * T]: each row's index among the S rows, or S if it is not needed
+---@param labels? ps.Tensor int [B, T]; -100 means no label
+---@return ps.Tensor rows int64 [S]: the indices among B * T rows, first of the needed rows, ascending, then of a few
+--- others
+---@return ps.Tensor places int64 [B * T]: each row's index among the needed rows, or S if it is not needed
 function unpad.plan(mask, labels)
   return scope.no_grad(function()
     local B, T = mask:size(0), mask:size(1)
@@ -61,8 +62,8 @@ function unpad.plan(mask, labels)
   end)
 end
 
---- Returns the labels of the rows that are kept. The weights of micro-batches are computed from the script's own
---- labels. Those are on the host, so the host does not wait for a device.
+--- Returns the labels of the rows that are kept. The weights of micro-batches are computed from the script's own labels
+--- instead of these. The script's labels are on the host, so the host does not wait for a device.
 ---@param t ps.Tensor int [B, T]
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}
@@ -73,7 +74,7 @@ function unpad.labels(t, rows, shape)
   return packed
 end
 
---- Returns the needed rows of a tensor [B, T], or [1, T] if it is the same for all sequences.
+--- Returns the needed rows of a tensor [B, T]. The tensor may be [1, T] if it is the same for all sequences.
 ---@param t ps.Tensor int
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}
@@ -86,7 +87,7 @@ function unpad.ids(t, rows, shape) return t:expand(shape[1], shape[2]):reshape(-
 ---@return ps.Tensor [S, C]
 function unpad.pack(x, rows) return F.embedding(rows, x:reshape(-1, x:size(-1))) end
 
---- Returns all rows of the batch. Rows that were not computed are zero.
+--- Returns all rows of the batch. Rows that are not needed are zero.
 ---@param x ps.Tensor [S, C]
 ---@param places ps.Tensor
 ---@param shape integer[] {B, T}
@@ -104,7 +105,7 @@ function unpad.first(x, places, shape)
   return F.embedding(places:reshape(shape[1], shape[2]):narrow(1, 0, 1):contiguous(), x)
 end
 
---- Returns the rows of the padded tensor that x contains, in the form that F.dropout needs.
+--- Returns a description of the rows that x has of the padded tensor, in the form that F.dropout expects.
 ---@param x ps.Tensor [S, C]
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}

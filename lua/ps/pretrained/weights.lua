@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loads files of weights into a model of ps.pretrained. Names in files may have the body's prefix or lack it, and may
--- be older ones. The files must have every tensor of the body. They may lack the head or have a different one.
+-- Loads weight files into a model of ps.pretrained. Names in files may have the body's prefix or lack it, and may be
+-- older names. The files must have every tensor of the body. They may lack the head, or have a different head.
 local dist = require "ps.dist"
 local nn_module = require "ps.nn.module"
 local sharded = require "ps.nn.sharded"
@@ -19,14 +19,14 @@ local function fits(name, patterns)
   return false
 end
 
--- Returns whether a name (in a file or in the model) belongs to the body, which every file must contain.
+-- Returns whether a name belongs to the body, which every file must contain. The name is one in a file or in the model.
 local function is_body(model, name)
   local rest = name:match("^" .. model.base .. "%.(.*)$") or name
   return model.body[rest:match("^[^.]+")] and not fits(rest, model.spare) or false
 end
 
--- Returns our name for a name in a file, or nil if there is none. `known` contains our names, including those of tied
--- tensors.
+-- Returns the model's name for a name in a file, or nil if the model has no such tensor. `known` contains the model's
+-- names, including the names of tied tensors.
 local function own_name(model, known, name)
   name = name:gsub("LayerNorm%.gamma$", "LayerNorm.weight"):gsub("LayerNorm%.beta$", "LayerNorm.bias")
   local other = model.prefix and model.prefix .. "." .. name or name:match("^" .. model.base .. "%.(.*)$")
@@ -43,7 +43,7 @@ function weights.namer(model)
   return function(name) return own_name(model, known, name) end
 end
 
---- Returns the first few names, sorted, as text.
+--- Returns a text with the first few names in sorted order.
 ---@param names string[]
 ---@return string
 function weights.some(names)
@@ -55,8 +55,8 @@ function weights.some(names)
 end
 
 -- -- loading --------------------------------------------------------------------------------------------------------
--- Checks the second copy of a tied tensor. A file of a tied model can contain the tensor under both names, and both
--- must be equal.
+-- Checks the second copy of a tied tensor. The file of a tied model can contain the tensor under both names. The two
+-- copies must then be equal.
 local function take_tied(model, state, files)
   for other, name in pairs(model.config.tie_word_embeddings and model.ties or {}) do
     if state:has(other) and not state:has(name) then state:rename(other, name)
@@ -70,7 +70,7 @@ local function take_tied(model, state, files)
   end
 end
 
--- Returns the head's parameters whose shape in the file differs. They are not loaded.
+-- Removes the head's tensors whose shape in the file differs from the model's. They are not loaded.
 local function drop_mismatched(model, state, tensors)
   for _, name in ipairs(state:names()) do
     local tensor = tensors[name]
@@ -85,7 +85,7 @@ local function tell(model, text, ...)
   io.stderr:write(("%s: %s\n"):format(model.class_name, text:format(...)))
 end
 
--- Loads an open state: the whole body, and the head's tensors that the state contains.
+-- Loads the tensors of an open state: all tensors of the body, and those of the head that the state contains.
 local function take(model, state, names, left, lost, how)
   local tensors = model:state_dict { tied = false }
   if how.ignore_mismatched_sizes then drop_mismatched(model, state, tensors) end
@@ -117,7 +117,7 @@ local function take(model, state, names, left, lost, how)
 end
 
 ---@class ps.pretrained.Loading
----@field ignore_mismatched_sizes? boolean skip tensors of the head whose shape in the files differs
+---@field ignore_mismatched_sizes? boolean whether to skip tensors of the head whose shape in the files differs
 ---@field shorter? boolean whether the files may have more layers than the model
 
 --- Loads the weights of open files into a model, one tensor at a time. Raises an error if a tensor of the body is
