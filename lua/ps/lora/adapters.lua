@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The named adapters of a model, of which at most one is active. A wrapped model has the methods below.
+-- Manages the named adapters of a model, of which at most one is active. A model with adapters has the methods below.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
@@ -8,13 +8,13 @@ local saved = require "ps.lora.saved"
 local targets = require "ps.lora.targets"
 local error = caller.error
 
----@class ps.lora.Adapters the adapters of a model, in its field `adapters_`
+---@class ps.lora.Adapters the adapters of a model, which the model stores in its field `adapters_`
 ---@field model ps.nn.Module
----@field specs table<string, ps.lora.Spec> name -> settings
----@field active? string
----@field merged? string
+---@field specs table<string, ps.lora.Spec> each adapter's settings, by the adapter's name
+---@field active? string name of the active adapter
+---@field merged? string name of the adapter that is merged into the weights
 ---@field layers {name: string, module: ps.nn.Module, kind: table}[] the layers that have an adapter
----@field saved {name: string, module: ps.nn.Module}[] the modules that an adapter trains as a whole
+---@field saved {name: string, module: ps.nn.Module}[] the modules that adapters train in full
 local Adapters = {}
 Adapters.__index = Adapters
 
@@ -37,7 +37,7 @@ Adapters.__index = Adapters
 ---@field base? string the folder of the base model
 ---@field from_file? boolean
 ---@field rank_given? boolean whether a script chose `r`, which must then fit the model
----@field whole_names? boolean whether `targets` lists the whole names of all adapted layers
+---@field whole_names? boolean whether `targets` lists the full names of all adapted layers
 
 --- Returns the adapters of a model, or nil if it has none.
 ---@param model ps.nn.Module
@@ -70,7 +70,7 @@ local function modules_to_save(model, spec)
   return list
 end
 
--- Raises an error for an embedding in modules_to_save that is tied to the head. PEFT would train the embedding and not
+-- Raises an error for an embedding in modules_to_save that is tied to the head. PEFT would train the embedding but not
 -- the head.
 local function check_tied(model, list, spec)
   local head = rawget(model, "tied_head")
@@ -83,9 +83,9 @@ local function check_tied(model, list, spec)
   end
 end
 
--- Raises an error if the rank exceeds the larger side of every adapted weight: A or B alone then has more values than
--- the weight. A rank between the two sides is accepted, since the weight may be a head with few outputs. Only ranks
--- that a script chose are checked, so that the default fits small models.
+-- Raises an error if, for every adapted weight, the rank exceeds the weight's larger side. A or B alone would then have
+-- more values than the weight. A rank between the two sides is accepted, because the weight may be a head with few
+-- outputs. Only ranks that a script sets are checked, because the default must also work for small models.
 local function check_rank(spec, found)
   local largest, name = 0, nil
   for _, entry in ipairs(found) do
@@ -97,7 +97,7 @@ local function check_rank(spec, found)
     .. "values than these weights; pass a smaller r, such as 16"):format(spec.r, largest, name))
 end
 
--- Returns the entries whose module keeps an adapter after discard(module, name).
+-- Calls discard(module, name) for each entry. Returns the entries whose modules still have an adapter afterwards.
 local function kept(entries, name, discard)
   local list = {}
   for _, entry in ipairs(entries) do
@@ -106,7 +106,7 @@ local function kept(entries, name, discard)
   return list
 end
 
--- Removes an adapter, even if `add` failed halfway.
+-- Removes an adapter, even if `add` failed before it was complete.
 local function discard(self, name)
   self.layers, self.saved = kept(self.layers, name, layers.discard), kept(self.saved, name, saved.discard)
   self.specs[name] = nil
@@ -116,8 +116,8 @@ local function discard(self, name)
   end
 end
 
---- Calls fn(...), which adds an adapter. If fn fails, removes the adapter, and restores the active adapter and the
---- parameters that require a gradient.
+--- Calls fn(...), which adds an adapter. If fn fails, removes the adapter and undoes two changes: the previous adapter
+--- becomes active again, and the same parameters as before require a gradient.
 ---@generic T
 ---@param model ps.nn.Module
 ---@param name string the adapter's name
@@ -193,7 +193,7 @@ local function add(model, name, spec)
   return self
 end
 
---- Activates an adapter. If `name` is nil, no adapter is active afterwards.
+--- Activates an adapter. If `name` is nil, deactivates the active adapter.
 ---@param name? string
 function Adapters:activate(name)
   for _, entry in ipairs(self.layers) do
@@ -205,7 +205,7 @@ function Adapters:activate(name)
 end
 
 --- `for path, tensor in adapters:tensors(name)` iterates over the tensors of an adapter. `path` is the tensor's full
---- name in PEFT's file without "base_model.model.".
+--- name in PEFT's file, without the prefix "base_model.model.".
 ---@param name string
 ---@return fun(): string?, ps.Tensor?
 function Adapters:tensors(name)
@@ -247,8 +247,8 @@ function Adapters:tensors(name)
   end
 end
 
---- Makes the tensors of one adapter require a gradient, and no other tensors, or none at all if `name` is nil.
---- Parameters that an engine trains keep their setting.
+--- Makes the tensors of one adapter require a gradient, and no tensors of other adapters. If `name` is nil, no tensors
+--- of any adapter require one. Parameters that an engine trains keep their setting.
 ---@param name? string
 function Adapters:train_only(name)
   for other in pairs(self.specs) do
@@ -261,8 +261,8 @@ function Adapters:train_only(name)
   end
 end
 
---- Returns the name of a layer whose active adapter cannot be merged in place because its weight is tied to a head, or
---- nil if there is none.
+--- Returns the name of a layer whose active adapter cannot be merged in place, because its weight is tied to a head.
+--- Returns nil if there is no such layer.
 ---@return string?
 function Adapters:tied_table()
   local head = rawget(self.model, "tied_head")
@@ -276,14 +276,14 @@ function Adapters:tied_table()
   end
 end
 
---- Cuts the inactive values of a parameter that tensor parallelism has cut.
+--- If tensor parallelism has cut a parameter, cuts the inactive values of this parameter in the same way.
 ---@param path string the parameter's name in the model
----@param cut fun(holder: ps.nn.Module, key: string) replaces a parameter by this rank's part
+---@param cut fun(holder: ps.nn.Module, key: string) replaces a parameter with this rank's part
 function Adapters:cut_saved(path, cut)
   for _, entry in ipairs(self.saved) do saved.cut(entry, path, cut) end
 end
 
---- Moves the inactive values of a module to the module with which tensor parallelism has replaced it.
+--- Moves the inactive values of a module to the module that tensor parallelism has put in its place.
 ---@param old ps.nn.Module
 ---@param new ps.nn.Module
 function Adapters:replaced(old, new)
@@ -292,7 +292,7 @@ function Adapters:replaced(old, new)
   end
 end
 
--- Raises an error for a call that needs the base model's biases if an adapter has trained them.
+-- Raises an error if an adapter has trained biases. The call `call` needs the biases of the base model.
 local function check_biases(self, call, advice)
   for name, spec in pairs(self.specs) do
     if spec.bias ~= "none" then
@@ -306,7 +306,7 @@ end
 Adapters.methods = {}
 local methods = Adapters.methods
 
---- Activates another adapter and makes it trainable.
+--- Activates another adapter, and makes its tensors trainable.
 ---@param self ps.nn.Module
 ---@param name string
 ---@return ps.nn.Module self
@@ -335,7 +335,7 @@ local function restore(adapters, name, ok, ...)
   return ...
 end
 
---- Calls fn(...) without an active adapter, so that the base model computes the results.
+--- Calls fn(...) while no adapter is active. The model then computes the results of the base model.
 ---@param self ps.nn.Module
 ---@param fn function
 ---@param ... any
@@ -353,7 +353,7 @@ function methods.disable_adapter(self, fn, ...)
   return restore(adapters, name, pcall(fn, ...))
 end
 
---- Adds the active adapter to the weights. Calls of the model then cost as much as calls of the base model.
+--- Adds the active adapter to the weights. A call of the model then costs as much as a call of the base model.
 ---@param self ps.nn.Module
 ---@return ps.nn.Module self
 function methods.merge_adapter(self)
@@ -364,7 +364,7 @@ function methods.merge_adapter(self)
     error(("merge_adapter: %s has an adapter, and its weight is also the head's, which the merge would also change; "
       .. "tools/merge_adapter.lua writes a folder whose head has a separate weight"):format(tied))
   end
-  for _, entry in ipairs(adapters.layers) do  -- before any weight changes
+  for _, entry in ipairs(adapters.layers) do  -- check all layers before a weight changes
     if entry.module.lora_.active then layers.check_mergeable(entry.module, "merge_adapter") end
   end
   for _, entry in ipairs(adapters.layers) do layers.merge(entry.module) end
@@ -372,7 +372,7 @@ function methods.merge_adapter(self)
   return self
 end
 
---- Subtracts the merged adapter from the weights, which restores the base model's weights up to rounding.
+--- Subtracts the merged adapter from the weights. The weights are then those of the base model, up to rounding.
 ---@param self ps.nn.Module
 ---@return ps.nn.Module self
 function methods.unmerge_adapter(self)
@@ -383,7 +383,8 @@ function methods.unmerge_adapter(self)
 end
 methods.unmerge = methods.unmerge_adapter
 
---- Removes all adapters, so that the base model remains. With `merge`, first adds the active adapter to its weights.
+--- Removes all adapters, so that only the base model remains. With `merge`, first adds the active adapter to the
+--- weights.
 ---@param self ps.nn.Module
 ---@param options? {merge?: boolean}
 ---@return ps.nn.Module self

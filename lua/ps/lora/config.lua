@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- adapter_config.json of PEFT: read into the settings of ps.lora, and written from them. A field that changes what an
--- adapter computes is applied or refused by name.
+-- Converts PEFT's adapter_config.json to the settings of ps.lora, and back. A field that changes the results of an
+-- adapter is either supported, or an error names it.
 local encode = require "ps.core.encode"
 local json = require "cjson"
 local folder = require "ps.pretrained.folder"
@@ -12,11 +12,11 @@ local config = {}
 
 config.FILE = "adapter_config.json"
 
--- Fields that do not change the computation of an adapter, or that only describe its initialization.
+-- Fields that do not change the results of an adapter, or that only describe its initialization.
 local INFORMATION = { peft_type = true, auto_mapping = true, peft_version = true, base_model_name_or_path = true,
   revision = true, task_type = true, inference_mode = true, megatron_core = true, runtime_config = true,
   qalora_group_size = true, fan_in_fan_out = true, modules_to_tie = true }
--- Supported fields with their types, and their names in ps.lora.
+-- The supported fields, with their types and their names in ps.lora.
 local APPLIED = { r = "number", lora_alpha = "number", lora_dropout = "number", target_modules = "string|table",
   use_rslora = "boolean", use_dora = "boolean", bias = "string", init_lora_weights = "any",
   modules_to_save = "table", exclude_modules = "string|table", layers_to_transform = "number|table",
@@ -77,8 +77,8 @@ function config.read(path)
     ensure_weight_tying = of "ensure_weight_tying", base = of "base_model_name_or_path", from_file = true }, fields
 end
 
--- Returns the shortest names that select exactly these modules. A name is shortened to its last component if no other
--- module ends with it.
+-- Returns the shortest names that select exactly these modules. They are the last components of the given names. If
+-- these components would also select other modules, returns the given names.
 local function short_names(model, names)
   local wanted, last, list = {}, {}, {}
   for _, name in ipairs(names) do
@@ -112,7 +112,7 @@ function config.text(adapters, name)
   local null = json.null
   local whole, task = spec.modules_to_save, spec.task_type
   if whole and #whole == 0 then whole = nil end
-  if HEADED[task] and not whole then task = nil end        -- PEFT would train the whole head for this task
+  if HEADED[task] and not whole then task = nil end        -- for this task, PEFT would train the whole head
   local fields = { peft_type = "LORA", task_type = task or null, auto_mapping = null, revision = null,
     base_model_name_or_path = spec.base or null, inference_mode = true, r = spec.r, lora_alpha = spec.alpha,
     lora_dropout = spec.dropout, target_modules = targets, exclude_modules = spec.exclude_modules or null,
@@ -124,7 +124,7 @@ function config.text(adapters, name)
   return encode(fields, config.FILE)
 end
 
---- Returns the folder of the base model to which an adapter's folder refers.
+--- Returns the folder of the base model that an adapter's folder names.
 ---@param path string
 ---@return string
 function config.base_of(path)

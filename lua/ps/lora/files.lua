@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Folders of adapters in PEFT's form: adapter_config.json, and adapter_model.safetensors with the tensors of one
--- adapter. The name of a tensor is "base_model.model." and its name in the model without the adapter's own name.
+-- Folders of adapters in PEFT's format. A folder has an adapter_config.json, and an adapter_model.safetensors with the
+-- tensors of one adapter. The name of a tensor in the file is "base_model.model.", followed by the tensor's name in the
+-- model without the adapter's name.
 local native = require "ps.core.ffi"
 local agree = require "ps.dist.agree"
 local create = require "ps.tensor.create"
@@ -33,10 +34,10 @@ local PREFIX = "base_model.model."
 files.PREFIX = PREFIX
 local WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 local BASE_KEY = "psluajit_base"                           -- metadata key for the fingerprint of the base model
-local SAMPLE = 64                                          -- number of bytes per tensor that the fingerprint covers
+local SAMPLE = 64                                          -- number of bytes of each tensor that are hashed
 local LINE = "%s %s [%s] %s"
 
--- Adds a line for each tensor of a safetensors file: its name, its type, its shape, and bytes from its middle.
+-- Adds a line of text for each tensor of a safetensors file: its name, type and shape, and bytes from its middle.
 local function add_safetensors(lines, name)
   local file = safetensors.open(name)
   for i, tensor in ipairs(file:names()) do
@@ -58,7 +59,8 @@ local function hash(lines)
 end
 
 --- Returns a fingerprint that differs between models with different weights. It is a hash, as text, of the names, types
---- and shapes of a folder's tensors and of 64 bytes of each tensor. Returns nil if the folder has no safetensors files.
+--- and shapes of all tensors in a folder, and of 64 bytes of each tensor. Returns nil if the folder has no safetensors
+--- files.
 ---@param path? string the folder
 ---@return string?
 function files.fingerprint(path)
@@ -72,8 +74,8 @@ function files.fingerprint(path)
   return hash(lines)
 end
 
--- Returns the fingerprint of a GGUF file. Files of adapters do not have it, since an adapter may be used over the same
--- model in a folder.
+-- Returns the fingerprint of a GGUF file. An adapter's file does not store this fingerprint, because the adapter may be
+-- used with a folder that has the same model.
 local function gguf_fingerprint(path)
   local lines, file = {}, gguf_file.open(path)
   for _, tensor in ipairs(file:names()) do
@@ -84,7 +86,7 @@ local function gguf_fingerprint(path)
   return hash(lines)
 end
 
---- Returns a fingerprint of the weights of a folder or GGUF file, or nil if it has none.
+--- Returns a fingerprint of the weights of a folder or GGUF file. Returns nil if it has no fingerprint.
 ---@param path? string
 ---@return string?
 function files.weights_fingerprint(path)
@@ -118,7 +120,7 @@ local function open(path, model)
   return { spec = spec, file = file, at = at, base = file.metadata and file.metadata[BASE_KEY] }
 end
 
--- Converts a name in the file to the tensor's name in Adapters:tensors or in the base model.
+-- Converts a name in the file to the tensor's name for Adapters:tensors, or to its name in the base model.
 local function own_name(name)
   local bare = name:match("^" .. PREFIX:gsub("%.", "%%.") .. "(.*)$") or name
   bare = bare:gsub("%.lora_magnitude_vector%.weight$", ".lora_magnitude_vector")
@@ -132,18 +134,19 @@ local function some(list)
   return table.concat(shown, ", ")
 end
 
--- Returns the entry of modules_to_save for which PEFT trained a tensor that is tied in the model, or nil if the file's
--- tensor is a copy of the token embedding.
+-- A file may contain a tensor that is tied in the model. Returns the entry of modules_to_save for which PEFT trained
+-- this tensor separately. Returns nil if the tensor is only a copy of the token embedding.
 local function trained_apart(spec, own)
   for _, wanted in ipairs(not spec.ensure_weight_tying and spec.modules_to_save or {}) do
-    for dot in own:gmatch "()%." do                        -- PEFT compares the ends of the names of modules
+    for dot in own:gmatch "()%." do                        -- PEFT compares the ends of modules' names
       if own:sub(1, dot - 1):sub(-#wanted) == wanted then return wanted end
     end
   end
 end
 
--- Returns the tensors to load as a list of {from = name in the file, tensor = destination}. The file must contain every
--- tensor of the adapter. All other tensors in the file must be copies of the base model's tensors.
+-- Returns the tensors to load, as a list of {from = name in the file, tensor = destination}. The file must contain
+-- every tensor of the adapter. Other tensors in the file are loaded into the base model's tensors of the same name, or
+-- are copies that are skipped. All others are errors.
 local function plan(model, adapters, name, file, path)
   local wanted, base, missing, unknown, wrong, list = {}, model:state_dict { tied = false }, {}, {}, {}, {}
   for own, tensor in adapters:tensors(name) do wanted[own] = tensor end
@@ -166,7 +169,7 @@ local function plan(model, adapters, name, file, path)
       else
         list[#list + 1] = { from = given, tensor = tensor }
       end
-    elseif not tied and not own:find "%.original_module%." then  -- skips PEFT's copies of the base model's biases
+    elseif not tied and not own:find "%.original_module%." then  -- skips PEFT's copies of base model biases
       unknown[#unknown + 1] = given
     end
   end
@@ -193,15 +196,15 @@ local function check_base(base, wanted, path, other_base)
     .. "or pass other_base = true to use it with this one"):format(path, base, wanted, has), 0)
 end
 
---- Adds the adapter of a folder or GGUF file to a model. Neither model nor adapter has data.
+--- Adds the adapter of a folder or GGUF file to a model. The model has no data, and the adapter gets none.
 ---@param model ps.nn.Module
 ---@param path string the adapter's folder or file
 ---@param other_base? boolean
 ---@param base string the folder of the base model
 ---@return ps.lora.Adapters
----@return table file The caller closes it after the last use of `trained`.
+---@return table file The caller must close the file after the last call of a function in `trained`.
 ---@return table<string, fun(): ps.Tensor> trained functions that read the tensors of the file. The key is PEFT's name
---- without its prefix, or the model's name for a parameter of the base model that the adapter trains.
+--- without its prefix. If the adapter trains a parameter of the base model, the key is the model's name for it.
 ---@return table<string, string> dtypes the dtypes of these tensors
 function files.open(model, path, other_base, base)
   local opened = open(path, model)
@@ -228,7 +231,7 @@ function files.open(model, path, other_base, base)
   return adapters, file, trained, dtypes
 end
 
--- Reads a tensor of the file, as load_state_dict does. On device meta (ps.deferred) the read is recorded for later.
+-- Reads a tensor of the file, as load_state_dict does. On device meta (ps.deferred), only records the read for later.
 local function read_into(file, name, tensor)
   local held = hooks.ask("load", tensor, file, name)
   local to = held and held.to or tensor
@@ -239,7 +242,7 @@ end
 
 local LOAD = { name = "string", trainable = "boolean", other_base = "boolean", dropout = "number" }
 
---- Loads an adapter that PEFT or psluajit wrote into a model, and activates it.
+--- Loads an adapter that PEFT or psluajit wrote. Adds it to a model, and activates it.
 ---@param model ps.nn.Module
 ---@param path string the adapter's folder or GGUF file
 ---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number}
@@ -291,8 +294,8 @@ function files.set(model, state)
 end
 
 -- -- writing ----------------------------------------------------------------------------------------------------------
--- Returns a function that maps a tensor's name in the model to its name in PEFT's file, or to nil if the tensor does
--- not belong to the adapter.
+-- Returns a function that maps a tensor's name in the model to its name in PEFT's file. The function returns nil for a
+-- tensor that does not belong to the adapter.
 local function namer(adapters, name)
   local spec, adapted, whole = adapters.specs[name], {}, {}
   for _, entry in ipairs(adapters.layers) do adapted[entry.name] = true end
@@ -316,7 +319,7 @@ local function namer(adapters, name)
   end
 end
 
--- Writes PEFT's two files. `entries` have PEFT's names and are sorted.
+-- Writes PEFT's two files. `entries` is sorted and has PEFT's names.
 local function write_folder(path, adapters, name, entries, base, group)
   local rank = group and group:rank() or 0
   agree.run(group, function() if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end end)
@@ -328,7 +331,7 @@ local function write_folder(path, adapters, name, entries, base, group)
   end)
 end
 
--- Returns the entries of a model's or engine's adapter with PEFT's names, sorted.
+-- Returns the entries of an adapter of a model or engine, sorted and with PEFT's names.
 local function entries_of(model, adapters, name)
   local name_of, entries = namer(adapters, name), {}
   for _, entry in ipairs(pretrained_save.whole(model)) do
@@ -345,8 +348,8 @@ local function bare(entries)
   return entries
 end
 
--- Activates an adapter during a call of fn(adapters, name, group, base). `base` is the fingerprint of the base model,
--- only on rank 0.
+-- Calls fn(adapters, name, group, base) while the adapter `name` is active. `base` is the fingerprint of the base model
+-- on rank 0, and nil on other ranks.
 local function with_adapter(model, name, call, fn)
   local module = handle.module(model)
   local adapters = adapters_of.own(module, call)
@@ -364,8 +367,8 @@ local function with_adapter(model, name, call, fn)
   if not ok then error(problem, 0) end
 end
 
---- Writes an adapter as a folder that PEFT and ps.lora.load can read. With an engine, the files contain the fp32
---- values, and all ranks call this function.
+--- Writes an adapter as a folder that PEFT and ps.lora.load can read. With an engine, all ranks call this function, and
+--- the files contain the fp32 values (masters).
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string the folder
 ---@param name? string the adapter (default: the active adapter)
@@ -376,7 +379,7 @@ function files.save(model, path, name)
   end)
 end
 
---- Converts an adapter from an open file to the other format: to a GGUF file, or to a PEFT folder.
+--- Writes an adapter from an open file in the other format: a GGUF file or a PEFT folder.
 ---@param model ps.pretrained.Model the base model without data, with the adapter "default"
 ---@param trained table<string, fun(): ps.Tensor> the functions that files.open returns
 ---@param dtypes table<string, string> the dtypes that files.open returns
@@ -393,12 +396,13 @@ function files.convert(model, trained, dtypes, path, options)
   gguf.write(path, model, adapters, "default", bare(entries), { type = options.type, name = options.name, base = base })
 end
 
--- Returns whether a name in a wrapped model is that of a base model's tensor.
+-- Returns whether a name in a model with adapters belongs to a tensor of the base model.
 local function is_base(own)
   return not (own:find "%.lora_[%w_]+%." or own:find "%.original_module%." or own:find "%.modules_to_save%.")
 end
 
--- Returns a function that replaces entries of the whole model with the weights that include the adapter.
+-- Returns a function that changes entries of the whole model: adapted weights are replaced with weights that include
+-- the adapter.
 local function merging(adapters, model, call)
   local module, name = adapters.model, adapters.active or adapters.merged
   if pretrained_save.group_of(model) then
@@ -441,8 +445,8 @@ end
 
 local ADAPTER = { type = "string", name = "string", adapter = "string|boolean" }
 
---- Implements save_gguf for a wrapped model. Writes the whole model with the active adapter merged into its weights, or
---- an adapter.
+--- Implements save_gguf for a model with adapters. Writes either the whole model, with the active adapter merged into
+--- its weights, or only an adapter.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
 ---@param options table
@@ -469,8 +473,8 @@ function adapters_of.Adapters:save_gguf(model, path, options, save_model)
 end
 
 --- Returns the base model for a checkpoint that stores only trained values. Returns nil if the checkpoint needs all
---- values, because the model was not loaded from a folder of safetensors files or a GGUF file, or because an adapter is
---- merged.
+--- values. This is the case if an adapter is merged, or if the model was not loaded from a folder of safetensors files
+--- or a GGUF file.
 ---@return {path: string, fingerprint: string, names: table<string, boolean>}? base `names` has the frozen parameters
 --- and the packed weights that the folder or file contains.
 function adapters_of.Adapters:frozen_base()
@@ -489,7 +493,7 @@ function adapters_of.Adapters:frozen_base()
   return { path = path, fingerprint = fingerprint, names = names }
 end
 
---- Implements save_pretrained for a wrapped model.
+--- Implements save_pretrained for a model with adapters.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
 ---@param options {adapter?: string, merged?: boolean, max_shard_size?: integer|string}

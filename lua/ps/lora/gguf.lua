@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adapters in llama.cpp's GGUF files. A tensor has the name of the weight that it changes, with .lora_a [r, in] or
--- .lora_b [out, r] appended. The token table has .lora_a [rows, r]. Rows of .lora_b are in the order of the base
--- model's file. The file has one alpha: llama.cpp scales a layer by alpha / r. A layer with another scale has a
--- .lora_b that contains the quotient.
+-- Reads and writes adapters in llama.cpp's GGUF files. The name of a tensor is the name of the weight that it changes,
+-- followed by .lora_a, [r, in], or .lora_b, [out, r]. For the token table, .lora_a is [rows, r]. Rows of .lora_b have
+-- the order of the base model's file. The file has a single alpha, and llama.cpp scales each layer by alpha / r. If a
+-- layer has another scale, its .lora_b is multiplied by the quotient of the two scales.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
@@ -42,7 +42,7 @@ local function check_spec(adapters, spec)
   end
 end
 
--- Returns the file's alpha, and for each layer the factor by which its B is multiplied.
+-- Returns the file's alpha, and for each layer the factor that its B is multiplied by.
 local function scales(adapters, name, spec)
   local alpha, factors = nil, {}
   for _, entry in ipairs(adapters.layers) do
@@ -56,8 +56,8 @@ local function scales(adapters, name, spec)
   return alpha, factors
 end
 
--- Returns where a tensor is stored in the file. `name` is PEFT's name without its prefix. The results are the name in
--- the file, the order of the rows, whether the tensor is transposed, its layer, and whether it is B.
+-- Returns where a tensor is stored in the file. `name` is PEFT's name without its prefix. Returns the name in the file,
+-- the row order, whether the tensor is transposed, the name of its layer, and whether it is B.
 local function place(arch, config, name)
   local layer, table_part = name:match "^(.*)%.lora_embedding_([AB])$", name:match "%.lora_embedding_([AB])$"
   if not layer then layer = name:match "^(.*)%.lora_[AB]%.weight$" end
@@ -92,8 +92,9 @@ end
 ---@param name string the adapter's name
 ---@param entries table[] entries in the form of ps.pretrained.save, with PEFT's names without their prefix, sorted by
 --- name
----@param options {type?: string, name?: string, base?: string} type: the matrices' type, "f32" (default), "f16" or
---- "bf16"; name: general.name; base: the fingerprint of the base model
+---@param options {type?: string, name?: string, base?: string} type: the type of the matrices, "f32" (default), "f16"
+--- or
+--- "bf16"; name: the value of general.name; base: the fingerprint of the base model
 ---@param group? ps.Group
 function gguf.write(path, model, adapters, name, entries, options, group)
   io_gguf.check_whole(path, "save_gguf")
@@ -145,7 +146,7 @@ local function check_kind(file, model)
   return arch
 end
 
--- Renames the tensors to PEFT's names. Returns each layer's rank by name.
+-- Renames the tensors to PEFT's names. Returns the rank of each layer, by the layer's name.
 local function present(file, model, arch, prefix)
   local ranks = {}
   for _, raw in ipairs(file:names()) do
@@ -165,7 +166,8 @@ local function present(file, model, arch, prefix)
   return ranks
 end
 
---- Opens a file as an adapter of a model. The result has the adapter's settings, and its tensors by PEFT's names.
+--- Opens a file as an adapter of a model. Returns the adapter's settings, and the file with its tensors under PEFT's
+--- names.
 ---@param path string
 ---@param model ps.pretrained.Model
 ---@param prefix string the prefix of PEFT's names
@@ -183,7 +185,7 @@ function gguf.open(path, model, prefix)
     for _, layer in ipairs(layers) do
       if ranks[layer] ~= r then patterns[layer:gsub("%.", "\\.")] = ranks[layer] end
     end
-    if alpha == 0 then alpha, alphas = r, patterns end     -- as in llama.cpp, the scale is 1 if alpha is 0
+    if alpha == 0 then alpha, alphas = r, patterns end     -- as in llama.cpp, alpha 0 means a scale of 1
     return { r = r, alpha = alpha, dropout = 0, targets = layers, use_rslora = false, use_dora = false, bias = "none",
       init = true, rank_pattern = patterns, alpha_pattern = alphas, from_file = true, whole_names = true },
       file:get(BASE_KEY, "string")

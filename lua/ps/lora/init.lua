@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.lora: small trained adapters over a frozen model (LoRA, rsLoRA, DoRA), in PEFT's files.
+-- ps.lora: small trained adapters for a frozen model (LoRA, rsLoRA, DoRA). They are stored in PEFT's files.
 --
 --   local model = ps.lora.wrap(ps.from_pretrained(folder), { r = 16, alpha = 32, targets = "all-linear" })
---   ...                                                    -- train it as any model: only the adapter changes
+--   ...                                                    -- train it like any model: only the adapter changes
 --   model:save_pretrained(out)                             -- adapter_config.json, adapter_model.safetensors
 --   local model = ps.lora.load(ps.from_pretrained(folder), out)
 local caller = require "ps.core.caller"
@@ -26,7 +26,7 @@ local HEADS = { SEQ_CLS = { "classifier", "score" }, TOKEN_CLS = { "classifier",
 local TASKS = { causal_lm = "CAUSAL_LM", sequence_classification = "SEQ_CLS", token_classification = "TOKEN_CLS",
   question_answering = "QUESTION_ANS", base = "FEATURE_EXTRACTION" }
 
---- Returns PEFT's task_type for a model's class, or nil if it has none.
+--- Returns PEFT's task_type for a model's class, or nil if there is none.
 ---@param model ps.nn.Module
 ---@return string?
 function lora.task_of(model)
@@ -36,7 +36,7 @@ function lora.task_of(model)
   end
 end
 
--- Returns the heads that this task trains in full.
+-- Returns the names of the heads that this task trains in full.
 local function heads_of(model, task)
   local list = {}
   for _, name in ipairs(HEADS[task] or {}) do
@@ -45,7 +45,7 @@ local function heads_of(model, task)
   return #list > 0 and list or nil
 end
 
--- Returns whether a value can be an adapter's alpha.
+-- Returns whether a value is a valid alpha of an adapter.
 local function usable(alpha)
   return type(alpha) == "number" and alpha == alpha and alpha ~= 0 and math.abs(alpha) < math.huge
 end
@@ -83,23 +83,23 @@ local function check_name(name)
   return name
 end
 
---- Adds an adapter to a model and freezes all other parameters. Each selected layer computes W x + scale B A x with
---- trained A [r, in] and B [out, r]. The scale is alpha / r, or alpha / sqrt(r) with use_rslora. With use_dora, the
---- rows of W + scale B A get trained magnitudes. A is random and B is zero, so the model's outputs do not change until
---- the first update. If the model has half precision, its adapters are fp32. The model gets the methods set_adapter,
---- active_adapter, disable_adapter, merge_adapter, unmerge_adapter and unload_adapter, and its save_pretrained writes
---- the adapter.
+--- Adds an adapter to a model and freezes all other parameters. Each selected layer then computes W x + scale B A x,
+--- where A [r, in] and B [out, r] are trained. The scale is alpha / r, or alpha / sqrt(r) with use_rslora. With
+--- use_dora, each row of W + scale B A also has a trained magnitude. A is random and B is zero, so the model's outputs
+--- do not change until the first update. If the model has half precision, its adapters are fp32. The model gets the
+--- methods set_adapter, active_adapter, disable_adapter, merge_adapter, unmerge_adapter and unload_adapter. Its
+--- save_pretrained then writes only the adapter.
 ---@param model ps.nn.Module
 ---@param options? {r?: integer, alpha?: number, dropout?: number, targets?: string|string[], use_rslora?: boolean,
 --- use_dora?: boolean, modules_to_save?: string[], rank_pattern?: table<string, integer>, alpha_pattern?: table<string,
 --- number>, name?: string, bias?: "none"|"all"|"lora_only", exclude_modules?: string|string[], layers_to_transform?:
 --- integer|integer[], layers_pattern?: string|string[], init?: boolean|"gaussian", ensure_weight_tying?: boolean,
---- task_type?: string} r: the rank (default 8). alpha: the scale's numerator (default 8). targets: the layers that get
---- an adapter. It is "all-linear" (default; all linear layers except the head), a list of names or of their last
---- components, or a regular expression for whole names. modules_to_save: modules that are trained in full (default: a
---- classifier's head). rank_pattern, alpha_pattern: r and alpha for layers that match regular expressions. name: the
---- adapter's name (default "default"). bias: selects the trained biases. init: if false, B is also random.
---- ensure_weight_tying: allows a tied embedding in modules_to_save.
+--- task_type?: string} r: the rank (default 8). alpha: the numerator of the scale (default 8). targets: the layers that
+--- get an adapter. It is one of three things: "all-linear" (default), which selects all linear layers except the head;
+--- a list of names or of their last components; or a regular expression that must match whole names. modules_to_save:
+--- modules that are trained in full (default: a classifier's head). rank_pattern, alpha_pattern: r and alpha for the
+--- layers whose names match regular expressions. name: the adapter's name (default "default"). bias: selects the biases
+--- that are trained. init: if false, B is also random. ensure_weight_tying: allows a tied embedding in modules_to_save.
 ---@return ps.nn.Module model
 function lora.wrap(model, options)
   if handle.of(model) then
@@ -126,14 +126,15 @@ function lora.wrap(model, options)
   return model
 end
 
---- Loads an adapter that PEFT or psluajit wrote, and activates it. Raises an error, before it reads any value, if an
---- option is not supported, if a tensor is missing, surplus or of another shape, or if the base weights differ. After
---- such an error, the model's adapters, the active adapter and the parameters that require a gradient are unchanged.
+--- Loads an adapter that PEFT or psluajit wrote, and activates it. Raises an error if an option is not supported, if
+--- the base weights differ, or if a tensor is missing, unexpected or of another shape. These errors are raised before
+--- any value is read. They leave the model's adapters, the active adapter and the parameters that require a gradient
+--- unchanged.
 ---@param model ps.nn.Module the base model
 ---@param folder string a folder with adapter_config.json, or an adapter's GGUF file
 ---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number} name: the adapter's name
---- (default "default"). trainable: whether it is trained (default true). other_base: accepts an adapter for other base
---- weights. dropout: overrides the value in the file.
+--- (default "default"). trainable: whether the adapter is trained (default true). other_base: whether an adapter for
+--- other base weights is accepted. dropout: overrides the value in the file.
 ---@return ps.nn.Module model
 function lora.load(model, folder, options)
   if handle.of(model) then
@@ -143,8 +144,7 @@ function lora.load(model, folder, options)
   return files.load(model, folder, options)
 end
 
---- Loads the base model to which an adapter's folder refers, and the adapter. Implements ps.from_pretrained for such a
---- folder.
+--- Loads an adapter's folder and the base model that the folder names. Implements ps.from_pretrained for such a folder.
 ---@param folder string
 ---@param options? table options of ps.from_pretrained for the base model
 ---@return ps.nn.Module model
@@ -158,16 +158,16 @@ function lora.from_pretrained(folder, options)
   return model:train(model.training)
 end
 
---- Writes an adapter of a model as a folder for PEFT. model:save_pretrained(folder) does the same for the active
---- adapter.
+--- Writes an adapter of a model as a folder that PEFT can read. model:save_pretrained(folder) does the same for the
+--- active adapter.
 ---@param model ps.nn.Module|ps.Engine
 ---@param folder string
 ---@param name? string the adapter (default: the active adapter)
 function lora.save(model, folder, name) files.save(model, folder, name) end
 
---- Returns the tensors of the active adapter. Keys are PEFT's names in adapter_model.safetensors.
+--- Returns the tensors of the active adapter. The keys are PEFT's names in adapter_model.safetensors.
 ---@param model ps.nn.Module
----@param name? string another adapter
+---@param name? string the name of another adapter
 ---@return table<string, ps.Tensor>
 function lora.tensors(model, name)
   local list, own = {}, adapters.own(handle.module(model), "lora.tensors")
@@ -176,8 +176,8 @@ function lora.tensors(model, name)
   return list
 end
 
---- Copies values into tensors of the active adapter. Keys are PEFT's names. DoRA's magnitudes that are not in `state`
---- become the norms of the new weights. A name that the adapter lacks is an error.
+--- Copies values into tensors of the active adapter. The keys are PEFT's names. Magnitudes of DoRA that are not in
+--- `state` become the norms of the new weights. Raises an error if the adapter has no tensor with one of the names.
 ---@param model ps.nn.Module
 ---@param state table<string, ps.Tensor>
 ---@return ps.nn.Module model

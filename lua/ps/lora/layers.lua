@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adapters of single layers: LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"), rsLoRA
+-- Adds adapters to single layers: LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"), rsLoRA
 -- (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA") and DoRA (Liu et al. 2024,
--- "DoRA: Weight-Decomposed Low-Rank Adaptation"). A layer keeps its class, its weight and its name. It gets child
--- modules with the adapter's tensors, whose names are PEFT's, and a forward of its own:
+-- "DoRA: Weight-Decomposed Low-Rank Adaptation"). An adapted layer keeps its class, its weight and its name. Its
+-- forward is replaced. It gets child modules that contain the adapter's tensors and have PEFT's names:
 --
 --   c_attn.weight                      the frozen weight
---   c_attn.lora_A.default.weight       [r, in]; of a table: c_attn.lora_embedding_A.default [r, rows]
+--   c_attn.lora_A.default.weight       [r, in]; for an embedding: c_attn.lora_embedding_A.default [r, rows]
 --   c_attn.lora_B.default.weight       [out, r]
 --   c_attn.lora_magnitude_vector.default.weight   [out], only with DoRA
 --
--- Sizes: I inputs (of a table: its rows), O outputs, r rank.
+-- Sizes: I inputs (for an embedding, its rows), O outputs, r rank.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -24,7 +24,7 @@ local ops = native.ops
 
 local layers = {}
 
--- A module that contains only tensors and other LoraTensors modules, indexed by adapter names.
+-- A module that contains tensors or other LoraTensors modules, indexed by adapter names.
 local Holder = nn_module.class("LoraTensors")
 
 ---@class ps.lora.Adapter one adapter of one layer
@@ -35,11 +35,11 @@ local Holder = nn_module.class("LoraTensors")
 ---@field dora boolean
 
 ---@class ps.lora.Layer state of a layer that has adapters
----@field kind table an entry of targets.KINDS
+---@field kind table the entry of targets.KINDS for the layer's class
 ---@field base fun(layer: ps.nn.Module, ...): ps.Tensor the forward without adapters
 ---@field adapters table<string, ps.lora.Adapter>
----@field active? string
----@field merged? string the adapter that the weight contains
+---@field active? string name of the active adapter
+---@field merged? string name of the adapter that is merged into the weight
 ---@field entry table the layer's entry in ps.lora.Adapters.layers
 ---@field had table<string, function> the layer's own functions that the adapter replaces, such as those for a packed
 --- weight
@@ -56,7 +56,7 @@ local function put(layer, key, name, tensor)
   inner[name]:param("weight", tensor)
 end
 
--- Returns the adapter's tensors: A [r, I], B [O, r], and DoRA's magnitudes [O] or nil.
+-- Returns the adapter's tensors: A [r, I], B [O, r], and either DoRA's magnitudes [O] or nil.
 local function tensors_of(layer, name)
   local state = layer.lora_
   local magnitude = state.adapters[name].dora and layer.lora_magnitude_vector[name].weight or nil
@@ -65,7 +65,7 @@ local function tensors_of(layer, name)
 end
 layers.tensors = tensors_of
 
--- Returns a layer's input and output widths, I and O.
+-- Returns a layer's input width I and output width O.
 function layers.sizes(layer, kind)
   if kind.table then return layer.rows, layer.width end
   return layer.inputs, layer.outputs
@@ -74,10 +74,10 @@ end
 local function as(t, dtype) return t:dtype() == dtype and t or t:to(dtype) end
 
 -- -- the norm of DoRA -------------------------------------------------------------------------------------------------
-local BLOCK = 2 ^ 21  -- number of elements of the weight that are squared at a time
+local BLOCK = 2 ^ 21  -- number of the weight's elements that are squared at a time
 
--- Returns the sum of squares of each row of the weight, fp32 [O], one row per output. It is computed in each forward,
--- so that all steps of an engine use the same chunks at the same trace indices.
+-- Returns the sum of squares for each output's row of the weight, as fp32 [O]. It is computed in every forward, because
+-- an engine must use the same chunks at the same trace indices in all steps.
 local function squares_of(layer)
   local weight = layer.weight
   local rows, width = weight:size(0), weight:size(1)
@@ -103,22 +103,22 @@ local function weight_times(layer, A)
   return as(ops.linear(a, weight, nil, nil, 0):transpose(0, 1), "fp32")
 end
 
--- Returns the norm of each row of W + scale B A, fp32 [O], without computing that sum: |w|^2 + 2 scale (W A^T) . b +
--- scale^2 b (A A^T) b^T.
+-- Returns the norm of each row of W + scale B A, fp32 [O], without computing this matrix. The square of the norm is
+-- |w|^2 + 2 scale (W A^T) . b + scale^2 b (A A^T) b^T, where w and b are rows of W and B.
 local function norm_of(layer, name, A, B)
   return scope.no_grad(scope.scope, function()
     if A == nil then A, B = tensors_of(layer, name) end
     A, B = as(A:detach(), "fp32"), as(B:detach(), "fp32")
     local scale, sum = layer.lora_.adapters[name].scale, layer.lora_.kind.sum
     local squares, product, own = squares_of(layer), weight_times(layer, A), ops.linear(A, A, nil, nil, 1)
-    if sum then squares, product, own = sum(squares), sum(product), sum(own) end  -- each rank has a shard of the inputs
+    if sum then squares, product, own = sum(squares), sum(product), sum(own) end  -- ranks have shards of the inputs
     local cross = product * 2 + ops.linear(B, own, nil, nil, 1) * scale
     return (squares + (cross * B):sum(1) * scale):sqrt()
   end)
 end
 
--- Returns DoRA's factor for each output, [O] in the given dtype. Backward treats the norm as a constant (section 4.3 of
--- the paper).
+-- Returns the factor by which DoRA multiplies each output, [O] in the given dtype. Backward treats the norm as a
+-- constant (section 4.3 of the paper).
 local function factor_of(layer, name, magnitude, dtype)
   return as(as(magnitude, "fp32") / norm_of(layer, name), dtype)
 end
@@ -178,8 +178,8 @@ local function table_forward(self, index)
   return magnitude and y * factor_of(self, name, magnitude, dtype) or y
 end
 
---- Returns a layer's weight with its active adapter, for code that reads weights instead of calling layers. Gradients
---- flow into the adapter.
+--- Returns a layer's weight including its active adapter, for code that reads the weight instead of calling the layer.
+--- The result has a gradient for the adapter.
 ---@param layer ps.nn.Module
 ---@return ps.Tensor
 function layers.weight(layer)
@@ -253,7 +253,7 @@ function layers.add(found, name, how)
   local adapter = { r = how.r, alpha = how.alpha, dora = how.use_dora,
     scale = how.alpha / (how.use_rslora and math.sqrt(how.r) or how.r) }
   new_tensors(layer, kind, name, how.r, how)
-  if how.dropout > 0 and not kind.table then  -- an embedding's input is indices, and PEFT applies no dropout
+  if how.dropout > 0 and not kind.table then  -- an embedding's input is indices; PEFT applies no dropout
     adapter.dropout = activation.Dropout(how.dropout)
     rawset(adapter.dropout, "training", layer.training)
     local inner = holder(layer, "lora_dropout")
@@ -271,7 +271,7 @@ end
 ---@param layer ps.nn.Module
 ---@param name string
 function layers.reset_magnitude(layer, name)
-  local deferred = native.recorder ~= nil                  -- within ps.deferred, the values are computed later
+  local deferred = native.recorder ~= nil                  -- inside ps.deferred, values are computed later
   if not layer.lora_.adapters[name].dora or layer.weight:device() == "meta" and not deferred then return end
   local magnitude = layer.lora_magnitude_vector[name].weight
   scope.no_grad(function() magnitude:copy_(norm_of(layer, name)) end)
@@ -285,9 +285,9 @@ local REMEDY = "save the adapter, then run tools/gguf.lua convert BASE --adapter
 ---@param call string
 function layers.check_mergeable(layer, call) packed.refuse(layer, call, REMEDY) end
 
---- Calls fn(first, block) for blocks of rows of the weight with an adapter. A block has the weight's dtype and is
---- computed in fp32. `sign` is 1 to add the adapter to the weight and -1 to subtract it. `factor` is DoRA's factor,
---- fp32 [O].
+--- Computes the weight with an adapter in blocks of rows, and calls fn(first, block) for each block. A block is
+--- computed in fp32 and then has the weight's dtype. `sign` is 1 to add the adapter to the weight, or -1 to subtract
+--- it. `factor` is DoRA's factor, fp32 [O].
 ---@param weight ps.Tensor
 ---@param by_row boolean true if the weight is [O, I], false if it is [I, O]
 ---@param parts {A: ps.Tensor, B: ps.Tensor, scale: number, factor?: ps.Tensor}
@@ -318,7 +318,7 @@ function layers.blocks(weight, by_row, parts, sign, fn)
   end
 end
 
--- Returns the adapter's tensors for layers.blocks. `values` maps a tensor to its fp32 values.
+-- Returns the adapter's tensors in the form that layers.blocks takes. `values` maps a tensor to its fp32 values.
 local function parts_of(layer, name, values)
   local A, B, magnitude = tensors_of(layer, name)
   if values then A, B, magnitude = values(A), values(B), magnitude and values(magnitude) end
@@ -326,7 +326,7 @@ local function parts_of(layer, name, values)
   return { A = A, B = B, scale = layer.lora_.adapters[name].scale, factor = factor or nil }
 end
 
---- Returns a layer's weight with an adapter as a new tensor. The layer does not change.
+--- Returns a new tensor that contains a layer's weight with an adapter. Does not change the layer.
 ---@param layer ps.nn.Module
 ---@param name string
 ---@param values? fun(tensor: ps.Tensor): ps.Tensor returns the fp32 values of an adapter's tensor
@@ -378,8 +378,8 @@ end
 
 local HOLDERS = { "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout" }
 
---- Removes an adapter from a layer, even if `add` failed halfway. A layer without adapters is restored to its original
---- state.
+--- Removes an adapter from a layer, even if `add` failed before it was complete. If no adapter remains, restores the
+--- layer's original state.
 ---@param layer ps.nn.Module
 ---@param name string
 ---@return boolean bare whether the layer has no adapter left
@@ -401,7 +401,7 @@ function layers.discard(layer, name)
   return false
 end
 
---- Removes all adapters from a layer, which restores the layer's original state.
+--- Removes all adapters from a layer, and restores the layer's original state.
 ---@param layer ps.nn.Module
 function layers.remove(layer)
   for _, key in ipairs(HOLDERS) do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a model, also with an adapter in its weights, one tensor at a time, as a folder or a GGUF file: the memory is
--- that of two copies of the largest adapted tensor in fp32 and some buffers, whatever the model's size.
+-- Writes a model as a folder or a GGUF file, one tensor at a time. An adapter can be merged into its weights. Whatever
+-- the size of the model, this needs memory for two fp32 copies of the largest adapted tensor, and for some buffers.
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
 local rectangles = require "ps.core.rectangles"
@@ -22,8 +22,8 @@ local error = caller.error
 
 local merge = {}
 
--- Returns two functions that read a tensor of the base model: one reads the whole tensor, and the other reads it in
--- parts.
+-- Returns two functions that read a tensor of the base model. The first reads the whole tensor, and the second reads it
+-- in parts.
 local function readers(state, name)
   local shape, dtype = state:shape(name), state:dtype(name)
   local where = { dtype = dtype, device = "cpu" }
@@ -43,7 +43,7 @@ local function readers(state, name)
   end
 end
 
--- Returns the tensors of a layer's adapter as modules and keys, and their names in the adapter's file.
+-- Returns a layer's adapter tensors, as modules and keys, and their names in the adapter's file.
 local function places(entry)
   local layer, list = entry.module, {}
   local function put(key, suffix)
@@ -63,8 +63,8 @@ local function places(entry)
   return list
 end
 
--- Returns an entry for a layer's weight with the adapter. The weight is computed when it is written, and the layer has
--- data only during this call.
+-- Returns a function that computes a layer's weight with the adapter when the weight is written. The layer has data
+-- only during the call of this function.
 local function merged(entry, read, trained)
   return function()
     local layer, meta, list = entry.module, entry.module.weight, places(entry)
@@ -83,8 +83,8 @@ local function merged(entry, read, trained)
   end
 end
 
--- Separates an embedding with an adapter from the head to which it is tied. The head gets its own weight without the
--- adapter. Returns the embedding.
+-- Separates an embedding with an adapter from the head that is tied to it. The head gets its own weight, without the
+-- adapter.
 local function untie(model, adapters, entries, read_of)
   local tied = adapters:tied_table()
   if not tied then return end
@@ -105,7 +105,7 @@ local function untie(model, adapters, entries, read_of)
   model.config.tie_word_embeddings = false
 end
 
--- Returns the entries to write, and for each tensor of the base model the function that reads it.
+-- Returns the entries to write, and a function for each tensor of the base model that reads the tensor.
 local function entries_of(adapters, state, trained)
   local layer_of, entries, read_of = {}, {}, {}
   for _, entry in ipairs(adapters and adapters.layers or {}) do layer_of[entry.name .. ".weight"] = entry end
@@ -119,7 +119,7 @@ local function entries_of(adapters, state, trained)
     entries[#entries + 1] = { name = name, shape = state:shape(name), dtype = dtype, owner = 0, tensor = tensor,
       numel = rectangles.numel(state:shape(name)) }
   end
-  for name, tensor in pairs(trained) do                    -- such as a head that the base model's files lack
+  for name, tensor in pairs(trained) do                    -- for example, a head that the base files lack
     if not state:has(name) and not name:find "%.lora_" then
       local made = tensor()
       entries[#entries + 1] = { name = name, shape = made:shape(), dtype = made:dtype(), owner = 0, tensor = tensor,
@@ -130,7 +130,7 @@ local function entries_of(adapters, state, trained)
   return entries, read_of
 end
 
--- Raises an error if the files lack a tensor of the model, or if its shape differs.
+-- Raises an error if the files lack a tensor of the model, or have it in another shape.
 local function check_whole(model, state, base)
   for name, tensor in pairs(model:state_dict { tied = false }) do
     local spare = false
@@ -145,8 +145,9 @@ local function check_whole(model, state, base)
   end
 end
 
--- Calls fn(model, entries) with a base model without data and the entries to write. Each entry is read when it is
--- written. `adapter` is the folder or GGUF file of an adapter that is merged into the entries, or nil if there is none.
+-- Calls fn(model, entries), where the model is a base model without data, and `entries` are the entries to write. Each
+-- entry is read when it is written. `adapter` is the folder or GGUF file of the adapter that is merged into the
+-- entries, or nil.
 local function stream(base, adapter, options, fn)
   local model = pretrained.from_config(base, { task = options.task, device = "meta", dtype = "fp32" })
   local whole, adapters, weights_file, trained = model:state_dict { tied = false }, nil, nil, {}
@@ -172,7 +173,7 @@ local function stream(base, adapter, options, fn)
   if not ok then error(problem, 0) end
 end
 
--- Raises an error if the output would replace an input while the input is read.
+-- Raises an error if the output is one of the inputs, because it would replace an input that is still being read.
 local function check_apart(call, out, inputs)
   for _, from in ipairs(inputs) do
     local same = lfs.symlinkattributes(out, "ino") and lfs.attributes(out, "ino") == lfs.attributes(from, "ino")
@@ -192,7 +193,7 @@ end
 
 local OPTIONS = { max_shard_size = "whole|string", other_base = "boolean", task = "string" }
 
---- Writes a folder with a base model and an adapter merged into it. Tensors keep the base model's dtypes.
+--- Merges an adapter into a base model, and writes the result to a folder. Tensors keep the base model's dtypes.
 ---@param base string the folder or GGUF file of the base model
 ---@param adapter string the folder or GGUF file of the adapter
 ---@param out string the folder to write
@@ -218,13 +219,13 @@ local function is_adapter(path)
 end
 
 --- Converts a model from a Hugging Face folder or a GGUF file to a folder or a GGUF file. At most one tensor is in
---- memory at a time. Also converts an adapter between a PEFT folder and a GGUF file.
+--- memory at a time. Can also convert an adapter from a PEFT folder to a GGUF file, or back.
 ---@param from string the folder or file of a model, or of an adapter
 ---@param out string NAME.gguf, or a folder
 ---@param options? {type?: string, name?: string, pre?: string, certified?: boolean, base?: string, adapter?: string,
---- other_base?: boolean, task?: string} type, name, pre, certified: options of save_gguf, if the output is a file.
---- base: the folder or file of the base model, if the input is an adapter. adapter: the folder or file of an adapter
---- that is merged into the model.
+--- other_base?: boolean, task?: string} type, name, pre, certified: options of save_gguf, for an output file. base: the
+--- folder or file of the base model, for an input that is an adapter. adapter: the folder or file of an adapter to
+--- merge into the model.
 function merge.convert(from, out, options)
   local given = caller.options(options, "gguf convert", CONVERT)
   if is_adapter(from) then

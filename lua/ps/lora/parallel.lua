@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adapters of layers that tensor-parallel ranks share. lua/ps/parallel/tensor/cut.lua replaces a layer by one that has
--- this rank's part, and calls cut_into, which moves the adapters there:
+-- Adapters of layers that tensor-parallel ranks share. lua/ps/parallel/tensor/cut.lua replaces a layer with a layer
+-- that has this rank's part. It then calls cut_into, which moves the adapters to the new layer:
 --
---   column       B and the magnitudes are cut like the outputs; all ranks have A
---   row          A is cut like the inputs; all ranks have B and the magnitudes; the products with A are summed
---   vocabulary   A is cut by the table's rows; all ranks have B; the looked-up rows are summed
---   head         B is cut by vocabulary entries; all ranks have A
+--   column       B and the magnitudes are cut like the outputs. All ranks have A.
+--   row          A is cut like the inputs. All ranks have B and the magnitudes. The products with A are summed.
+--   vocabulary   A is cut by the table's rows. All ranks have B. The looked-up rows are summed.
+--   head         B is cut by vocabulary entries. All ranks have A.
 --
--- A tensor that all ranks have gets the same gradient on all ranks: copy_to sums the ranks' gradients. With sequence
--- parallelism a rank has the gradient of its rows, which the engine sums (shard.set_partial).
+-- If all ranks have a tensor, it gets the same gradient on all ranks, because copy_to sums the ranks' gradients. With
+-- sequence parallelism, a rank only has the gradient of its own rows, and the engine sums these gradients
+-- (shard.set_partial).
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
@@ -36,7 +37,8 @@ end
 
 local function scaled(u, adapter) return adapter.scale == 1 and u or u * adapter.scale end
 
--- Returns y + scale B A x, or with magnitudes (y - fixed + scale B A x) * factor + fixed, where `fixed` is the bias.
+-- Returns y + scale B A x. With magnitudes, returns (y - fixed + scale B A x) * factor + fixed, where `fixed` is the
+-- bias.
 local function joined(layer, name, adapter, u, B, magnitude, y, bias)
   u = scaled(like(u, y), adapter)
   if not magnitude then return ops.linear(u, B, nil, y, 1) end
@@ -54,7 +56,7 @@ local function column(self, x)
   local given = tools.dropped(adapter, x)
   local a = tools.as(A, x:dtype())
   local u
-  if self.gather_input == false then                       -- x has all rows, and its gradient is summed over the ranks
+  if self.gather_input == false then                       -- x has all rows; the ranks' gradients are summed
     u = ops.linear(given, region.on and a or region.group:copy_to(region:once(a)), nil, nil, 1)
   elseif region:has_part(x) then u = region:gather(ops.linear(given, a, nil, nil, 1))
   else u = region.group:copy_to(ops.linear(given, region:once(a), nil, nil, 1)) end
@@ -91,7 +93,7 @@ local function vocabulary(self, index)
   return magnitude and y * tools.factor(self, name, shared(magnitude), y:dtype()) or y
 end
 
--- Returns this rank's shard of the head's weight with the adapter.
+-- Returns this rank's shard of the head's weight, including the active adapter.
 local function head_weight(self)
   local adapter, name = tools.acting(self)
   local weight = self.weight
@@ -103,7 +105,8 @@ local function head_weight(self)
   return weight * tools.factor(self, name, magnitude, weight:dtype()):reshape(-1, 1)
 end
 
--- Returns how an adapter's tensor is sharded in a layer of this kind, or nil if all ranks have the whole tensor.
+-- Returns how an adapter's tensor is split over the ranks in a layer of this kind. Returns nil if all ranks have the
+-- whole tensor.
 local function cut_of(kind, which, blocks, whole, size)
   local function padded(dim) return { dim = dim, padded = -whole:size(dim) % size } end
   if kind == "column" then return which ~= "A" and { dim = 0, blocks = blocks } or nil end
@@ -112,11 +115,11 @@ local function cut_of(kind, which, blocks, whole, size)
   return which ~= "A" and padded(0) or nil
 end
 
--- A list, so that all ranks shard the tensors in the same order.
+-- This is a list instead of a set, because all ranks must split the tensors in the same order.
 local KEYS = { { "lora_A", "A" }, { "lora_B", "B" }, { "lora_embedding_A", "A" }, { "lora_embedding_B", "B" },
   { "lora_magnitude_vector", "magnitude" } }
 
--- Moves the tensors of a layer's adapters to the layer that holds this rank's shard.
+-- Moves the tensors of a layer's adapters to the layer that has this rank's part.
 local function move_tensors(old, new, kind, claim, cut)
   for _, entry in ipairs(KEYS) do
     local key, which = unpack(entry)
@@ -146,7 +149,7 @@ end
 
 local FORWARDS = { column = column, row = row, vocabulary = vocabulary }
 
---- Moves a layer's adapters to the layer that holds this rank's shard of it.
+--- Moves a layer's adapters to the layer that has this rank's part of it.
 ---@param given ps.lora.ParallelTools
 ---@param old ps.nn.Module
 ---@param new ps.nn.Module

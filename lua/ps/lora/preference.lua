@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Training on preferences: DPO (Rafailov et al. 2023, "Direct Preference Optimization") and IPO (Azar et al. 2023, "A
--- General Theoretical Paradigm to Understand Learning from Human Preferences"), with the losses of TRL's DPOTrainer.
+-- Trains on preferences: DPO (Rafailov et al. 2023, "Direct Preference Optimization") and IPO (Azar et al. 2023, "A
+-- General Theoretical Paradigm to Understand Learning from Human Preferences"). The losses are those of TRL's
+-- DPOTrainer.
 --
 --   ps.preference.wrap(model, { beta = 0.1 })            -- calls of the model now return the loss of pairs
 --   local out = model(ps.preference.batch(pairs))        -- rows: chosen, rejected, chosen, rejected, ...
 --   out.loss:backward()
 --
--- The log-probability of a row comes from the head's loss of that row, so the logits over the whole vocabulary are
--- never in memory. The reference is the model without its adapter, or values that were computed once
+-- The log-probability of a row is computed from the head's loss for this row. The logits over the whole vocabulary are
+-- therefore never in memory. The reference is either the model without its adapter, or values that were computed once
 -- (preference.reference).
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
@@ -31,8 +32,9 @@ local preference = {}
 local IGNORED = -100
 
 -- -- log-probabilities ------------------------------------------------------------------------------------------------
--- Returns the sum of the log-probabilities of each row's targets, fp32 [rows]. They are computed by the last part of a
--- causal model, whose loss is the mean over a row's targets.
+-- Returns the sum of the log-probabilities of each row's targets, as fp32 [rows]. They are computed from the loss that
+-- the last part of a causal model returns, which is the mean over a row's targets. Also returns each row's number of
+-- targets.
 local function rows_of(last, carry, batch)
   local targets, list = batch.targets, {}
   local counts = targets:ne(IGNORED):to("fp32"):sum(1)                                    -- [rows]
@@ -47,14 +49,14 @@ end
 
 -- -- the loss ---------------------------------------------------------------------------------------------------------
 local LOSSES = {
-  -- -log sigmoid(beta (chosen - rejected)), with label smoothing as in cDPO
+  -- The loss is -log sigmoid(beta (chosen - rejected)), with label smoothing as in cDPO.
   sigmoid = function(chosen, rejected, _, how)
     local z = (chosen - rejected) * how.beta
     local smooth = how.label_smoothing
     local loss = losses.softplus(z * -1)
     return smooth == 0 and loss or loss * (1 - smooth) + losses.softplus(z) * smooth
   end,
-  -- squared distance between the difference of the per-token means and 1 / (2 beta)
+  -- The loss is the squared difference between two numbers: the difference of the means per token, and 1 / (2 beta).
   ipo = function(chosen, rejected, counts, how)
     local difference = chosen / counts.chosen:clamp(1, math.huge) - rejected / counts.rejected:clamp(1, math.huge)
     return (difference - 1 / (2 * how.beta)) ^ 2
@@ -64,7 +66,8 @@ local LOSSES = {
 -- Returns rows 0, 2, 4, ... of t [2 P] if `first` is 0, or rows 1, 3, 5, ... if it is 1.
 local function every_other(t, first) return t:reshape(-1, 2):select(1, first) end
 
--- Returns a batch's outputs, computed from the log-probabilities of the policy and the reference, both [2 P].
+-- Returns a batch's outputs. They are computed from the log-probabilities of the policy and of the reference, both [2
+-- P].
 local function outputs_of(log_probs, counts, reference, how)
   local ratio = log_probs - reference:to "fp32"
   local chosen, rejected = every_other(ratio, 0), every_other(ratio, 1)
@@ -88,7 +91,7 @@ local function check_batch(given)
   end
 end
 
--- Splits a batch into the batch for the model's own batch_of and the reference's values.
+-- Splits a batch into two parts: a batch for the model's own batch_of, and the values of the reference.
 local function split(given)
   local rest = {}
   for key, value in pairs(given) do if key ~= "reference" then rest[key] = value end end
@@ -101,14 +104,14 @@ local function restored(restore, ok, ...)
   return ...
 end
 
--- Calls fn(...) with the model in evaluation mode: dropout would make the reference random.
+-- Calls fn(...) with the model in evaluation mode, because dropout would make the reference random.
 local function without_dropout(model, fn, ...)
   local restore = nn_module.modes(handle.module(model))
   model:eval()
   return restored(restore, pcall(fn, ...))
 end
 
--- Returns the log-probabilities of the base model for a batch.
+-- Returns the log-probabilities of a batch under the base model.
 local function of_base(model, run, given)
   local adapters = adapters_of.of(model)
   if not adapters or adapters.merged then
@@ -118,13 +121,13 @@ local function of_base(model, run, given)
   return without_dropout(model, scope.no_grad, model.disable_adapter, model, run, given)
 end
 
---- Makes calls of a causal model return a preference loss. The model then accepts batches of ps.preference.batch. It
---- returns a table with loss, log_probs [rows], chosen_rewards and rejected_rewards [pairs], and accuracy, which is the
---- fraction of pairs whose chosen reward is higher. If a batch has no reference values, the model without its adapter
---- is the reference. In a pipeline, a batch must have reference values. Text generation does not change.
+--- Makes calls of a causal model return a preference loss. The model then accepts batches of ps.preference.batch. A
+--- call returns a table with loss, log_probs [rows], chosen_rewards and rejected_rewards [pairs], and accuracy, which
+--- is the fraction of pairs whose chosen reward is higher. If a batch has no reference values, the reference is the
+--- model without its adapter. In a pipeline, a batch must have reference values. Text generation does not change.
 ---@param model ps.nn.Module a model with a causal head, usually with an adapter (ps.lora.wrap)
----@param options? {beta?: number, loss_type?: "sigmoid"|"ipo", label_smoothing?: number} beta: the strength of the
---- constraint to the reference (default 0.1). loss_type: "sigmoid" (default) is DPO.
+---@param options? {beta?: number, loss_type?: "sigmoid"|"ipo", label_smoothing?: number} beta: how strongly the loss
+--- keeps the model close to the reference (default 0.1). loss_type: "sigmoid" (default) is DPO.
 ---@return ps.nn.Module model
 function preference.wrap(model, options)
   local given = caller.options(options, "preference.wrap", OPTIONS)
@@ -197,7 +200,7 @@ end
 
 local ENCODE = { seq = "whole", date = "string" }
 
--- Returns the ids of a text or of messages. If `opens` is true, the header of the model's turn follows.
+-- Returns the ids of a text or of messages. If `opens` is true, the ids end with the header of the model's turn.
 local function ids_of(tokenizer, value, opens, date)
   if type(value) == "string" then return tokenizer:encode(value) end
   return tokenizer:apply_chat_template(value, { add_generation_prompt = opens, date = date })
@@ -214,7 +217,7 @@ local function joined(prompt, answer)
   return list
 end
 
--- Returns the messages with which two conversations begin identically, and the remaining messages of each.
+-- Returns three lists: the messages with which both conversations begin, and the remaining messages of each.
 local function common_prompt(chosen, rejected)
   local n = 0
   while chosen[n + 1] and rejected[n + 1] and chosen[n + 1].role == rejected[n + 1].role
@@ -228,9 +231,9 @@ local function cut(list, first, n)
   return part
 end
 
---- Encodes a pair of answers. A row has prompt, chosen and rejected, each a text or a list of messages. Without prompt,
---- chosen and rejected are two conversations with the same beginning. An answer begins at the first id that differs
---- from the prompt's ids. Rows of more than seq ids are truncated at the end.
+--- Encodes a pair of answers. A row has prompt, chosen and rejected, each of which is a text or a list of messages.
+--- Without prompt, chosen and rejected are two conversations with the same beginning. An answer begins at the first id
+--- that differs from the prompt's ids. If prompt and answer have more than seq ids, they are truncated at the end.
 ---@param tokenizer ps.Tokenizer
 ---@param row {prompt?: string|table[], chosen: string|table[], rejected: string|table[]}
 ---@param options? {seq?: integer, date?: string}
@@ -258,7 +261,7 @@ end
 
 local BATCH = { pad = "whole", reference = "table" }
 
--- Raises an error for a pair without lists of ids, or whose reference is not two numbers.
+-- Raises an error for a pair that has no lists of ids, or whose reference is not a list of two numbers.
 local function check_pair(i, pair, reference)
   for _, key in ipairs { "prompt", "chosen", "rejected" } do
     local ids = type(pair) == "table" and pair[key] or nil
@@ -273,8 +276,8 @@ local function check_pair(i, pair, reference)
   end
 end
 
---- Returns a batch of pairs: input_ids, attention_mask and labels [2 P, T], padded at the end. Row 2 i is the chosen
---- answer of pair i, and row 2 i + 1 is the rejected answer.
+--- Returns a batch of P pairs: input_ids, attention_mask and labels [2 P, T], padded at the end. Row 2 i is the chosen
+--- answer of pair i, and row 2 i + 1 is the rejected answer. Both are counted from 0.
 ---@param list ps.preference.Pair[]
 ---@param options? {pad?: integer, reference?: number[][]} pad: the padding id (default 0). reference: the
 --- log-probabilities of the chosen and the rejected answer of each pair.
@@ -321,9 +324,10 @@ local function hash_of(list, model)
   return bit.tohex(C.ps_xxh3(text, #text))
 end
 
---- Returns the log-probabilities of all pairs under the current model, without its adapter if it has one. Pass them to
---- ps.preference.batch. If `path` is given, the first call writes them to a safetensors file, and later calls read the
---- file. A file for other pairs or another base model is an error. Dropout is off.
+--- Returns the log-probabilities of all pairs under the current model. If the model has an adapter, it is not applied.
+--- The result is for ps.preference.batch. If `path` is given, the first call writes the log-probabilities to a
+--- safetensors file, and later calls read the file. Raises an error if the file is for other pairs or another base
+--- model. Dropout is off.
 ---@param model ps.nn.Module|ps.Engine a model that preference.wrap has changed
 ---@param list ps.preference.Pair[]
 ---@param options? {batch?: integer, pad?: integer, path?: string} batch: the number of pairs per call (default 4)

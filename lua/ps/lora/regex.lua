@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Python's regular expressions, as far as PEFT's configurations use them for names of modules: literals, ".", classes
--- in brackets, \d \w \s and their opposites, groups (also (?:...) and (?P<name>...)), "|", the repetitions * + ? {m,n},
--- greedy or lazy, and the anchors ^ and $. Other constructs are errors. A pattern always matches the whole text.
+-- The part of Python's regular expressions that PEFT's configurations use for names of modules. Supported are literals,
+-- ".", classes in brackets, \d \w \s and their opposites, groups, "|", repetitions and the anchors ^ and $. Groups may
+-- also be (?:...) and (?P<name>...). Repetitions are * + ? {m,n}, greedy or lazy. Other constructs are errors. A
+-- pattern always matches the whole text.
 local error = require("ps.core.caller").error
 
 local regex = {}
 
-local MOST = 1e6                                           -- repetitions that are tried for one text
+local MOST = 1e6                                           -- maximum number of repetitions that are tried for one text
 
 local CLASSES = { d = "%d", D = "%D", w = "[%w_]", W = "[^%w_]", s = "%s", S = "%S" }
 local ESCAPES = { n = "\n", t = "\t", r = "\r" }
@@ -14,7 +15,7 @@ local ESCAPES = { n = "\n", t = "\t", r = "\r" }
 ---@class ps.lora.RegexParser
 ---@field text string
 ---@field at integer the position of the next character
----@field tries integer repetitions that were tried for the current text
+---@field tries integer number of repetitions that were tried for the current text
 local Parser = {}
 Parser.__index = Parser
 
@@ -30,15 +31,15 @@ function Parser:take(literal)
   return true
 end
 
--- Returns a matcher for one character of a set. A matcher is a function m(s, i, k). It returns true if it matches a
--- piece of s that begins at i, and if k(j) is true for the position j after that piece.
+-- Returns a matcher for one character of a set. A matcher is a function m(s, i, k). It tries to match a piece of s that
+-- begins at i. It returns true if there is such a piece and k(j) is true, where j is the position after the piece.
 local function of_set(contains)
   return function(s, i, k) return i <= #s and contains(s:sub(i, i)) and k(i + 1) end
 end
 
 local function literal(char) return of_set(function(c) return c == char end) end
 
--- Parses an escape sequence. Returns its set as a function of a character.
+-- Parses an escape sequence. Returns its set of characters, as a function that tells whether a character is in the set.
 function Parser:escape()
   local c = self:peek()
   self.at = self.at + 1
@@ -106,7 +107,7 @@ function Parser:atom()
   return literal(c)
 end
 
--- Parses a repetition. Returns its bounds, or nil if there is no repetition.
+-- Parses a repetition. Returns its lower and upper bound, or nil if there is no repetition.
 function Parser:bounds()
   if self:take "*" then return 0, math.huge end
   if self:take "+" then return 1, math.huge end
@@ -117,7 +118,8 @@ function Parser:bounds()
   return tonumber(low), comma == "" and tonumber(low) or tonumber(high) or math.huge
 end
 
--- The time of nested repetitions such as (a*)*b grows exponentially with the text, so the number of tries is limited.
+-- Returns a matcher for a repetition. The number of tries is limited, because the time of nested repetitions such as
+-- (a*)*b grows exponentially with the length of the text.
 local function repeated(parser, one, low, high, lazy)
   local function more(s, i, k, n)
     parser.tries = parser.tries + 1
@@ -160,7 +162,7 @@ function Parser:alternatives()
   end
 end
 
---- Compiles a pattern to a function that returns whether a text matches it as a whole.
+--- Compiles a pattern. Returns a function that tells whether the pattern matches a whole text.
 ---@param text string the pattern
 ---@return fun(s: string): boolean
 function regex.compile(text)

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Modules that an adapter trains as a whole (PEFT's modules_to_save), such as a new head. The active values have the
--- module's own names ("score.weight"), so that code which reads them does not change. Child modules hold the others:
+-- Modules that an adapter trains in full (PEFT's modules_to_save), such as a new head. The values of the active adapter
+-- are in the module's own parameters, such as "score.weight". Code that reads these parameters therefore needs no
+-- change. Child modules hold the other values:
 --
 --   score.weight                              the values of the active adapter
---   score.original_module.weight              those of the base model; frozen
---   score.modules_to_save.other.weight        those of another adapter; frozen
+--   score.original_module.weight              the values of the base model; frozen
+--   score.modules_to_save.other.weight        the values of another adapter; frozen
 local scope = require "ps.core.scope"
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
@@ -14,8 +15,8 @@ local saved = {}
 
 local Aside = nn_module.class("SavedTensors")
 
--- Returns a module's parameters by their names in it. Tensors in the child modules for inactive values, and those of
--- adapters of inner layers, are omitted.
+-- Returns a module's parameters by their names in the module. Omits the tensors in the child modules for inactive
+-- values, and the tensors of adapters of inner layers.
 local function own_parameters(module)
   local list = {}
   registry.walk(module, function(name, value, kind, owner, key)
@@ -35,7 +36,8 @@ local function copy_of(tensor)
   return copy
 end
 
--- Returns the child module that holds an inactive adapter's tensors, or the base model's tensors if `name` is false.
+-- Returns the child module that holds an inactive adapter's tensors. If `name` is false, it holds those of the base
+-- model.
 local function aside(module, name)
   if not name then
     if not registry.kind(module, "original_module") then
@@ -51,7 +53,7 @@ local function aside(module, name)
   return all[name]
 end
 
--- Returns a tensor's name in the child module of an inactive adapter. Dots separate modules, so they are replaced.
+-- Returns a tensor's name in the child module of an inactive adapter. Dots are replaced, because dots separate modules.
 local function flat(name) return (name:gsub("%.", "_")) end
 
 ---@class ps.lora.Saved state of a module that adapters train in full
@@ -74,7 +76,7 @@ function saved.add(module, name)
   state.names[name] = true
 end
 
---- Makes the values of an adapter, or of the base model, the module's parameters.
+--- Makes the values of an adapter the module's parameters. If `name` is false, uses the values of the base model.
 ---@param module ps.nn.Module
 ---@param name string|false
 function saved.activate(module, name)
@@ -108,11 +110,11 @@ end
 
 local ASIDE = { "original_module", "modules_to_save" }
 
---- Cuts the inactive values of a parameter that tensor parallelism has cut. Does nothing for parameters outside the
---- module.
+--- If tensor parallelism has cut a parameter, cuts the inactive values of this parameter in the same way. Does nothing
+--- for parameters outside the module.
 ---@param entry {name: string, module: ps.nn.Module}
 ---@param path string the parameter's name in the model
----@param cut fun(holder: ps.nn.Module, key: string) replaces a parameter by this rank's part
+---@param cut fun(holder: ps.nn.Module, key: string) replaces a parameter with this rank's part
 function saved.cut(entry, path, cut)
   if path:sub(1, #entry.name + 1) ~= entry.name .. "." then return end
   local key = flat(path:sub(#entry.name + 2))
@@ -140,7 +142,7 @@ end
 --- Removes one adapter's values. The module then has the base model's values.
 ---@param module ps.nn.Module
 ---@param name string
----@return boolean bare whether no adapter has values for the module
+---@return boolean bare whether no adapter has values for the module any more
 function saved.discard(module, name)
   local state = rawget(module, "saved_")
   if not state then return true end
@@ -154,7 +156,8 @@ function saved.discard(module, name)
   return false
 end
 
---- Removes the values of inactive adapters. The module keeps the base model's values, or with `keep` the active values.
+--- Removes the values of inactive adapters. The module then has the base model's values. With `keep`, it keeps the
+--- active values instead.
 ---@param module ps.nn.Module
 ---@param keep? boolean
 function saved.remove(module, keep)

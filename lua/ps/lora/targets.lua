@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Which modules of a model get adapters, by PEFT's rules for names: "all-linear", a list of names or of the last parts
--- of names, or a regular expression for whole names.
+-- Selects the modules of a model that get adapters, by PEFT's rules for names. The choice is "all-linear", a list of
+-- names or of their last components, or a regular expression that must match whole names.
 local caller = require "ps.core.caller"
 local nearest = require "ps.core.nearest"
 local regex = require "ps.lora.regex"
@@ -25,8 +25,8 @@ function targets.ends_with(name, list)
   return false
 end
 
--- Returns a module's layer index for layers_to_transform: the first number in the name, or the first number after a
--- name in `patterns` if there are any.
+-- Returns a module's layer index for layers_to_transform. This is the first number in the module's name. If `patterns`
+-- has entries, it is the first number that follows a name in `patterns`.
 local function layer_of(name, patterns)
   if not patterns or #patterns == 0 then return tonumber((("." .. name):match("%.[^.]*%.(%d+)%."))) end
   for _, pattern in ipairs(patterns) do
@@ -43,20 +43,20 @@ end
 
 local function list_of(value) return type(value) == "table" and value or { value } end
 
--- Returns a function that returns whether a module's name is selected.
+-- Returns a function that tells whether the name of a module is selected.
 local function chooser(wanted)
   if type(wanted) == "string" then return regex.compile(wanted) end
   return function(name) return targets.ends_with(name, wanted) end
 end
 
--- Returns whether "all-linear" includes a module. It includes linear layers except the head of a language model. The
--- head of a classifier is usually in modules_to_save, which get no adapter.
+-- Returns whether "all-linear" includes a module. It includes all linear layers except the head of a language model.
+-- The head of a classifier is usually in modules_to_save. Such modules get no adapter.
 local function is_inner_linear(model, name, module, kind)
   if kind.table or kind.head then return false end
   return name:match "[^.]+$" ~= "decoder" or module.outputs ~= (model.config and model.config.vocab_size)
 end
 
--- Raises an error for names that match no module. The error contains the model's most similar names.
+-- Raises an error for names that match no module. The message lists the model's most similar names.
 local function refuse_missing(wanted, candidates)
   local words, seen = {}, {}
   for _, name in ipairs(candidates) do
@@ -134,9 +134,9 @@ function targets.find(model, spec)
   return found
 end
 
---- Returns a module's value in PEFT's rank_pattern or alpha_pattern: the value of the pattern that matches the module's
---- name. PEFT uses the first pattern that matches. A Lua table has no order, so patterns that match the same name with
---- different values are an error.
+--- Returns a module's value in PEFT's rank_pattern or alpha_pattern, which is the value of the pattern that matches the
+--- module's name. PEFT uses the first pattern that matches, but a Lua table has no order. If two patterns with
+--- different values match the same name, raises an error.
 ---@param patterns? table<string, number>
 ---@param name string
 ---@param default number
