@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- require "ps.bmt": BMTrain's API for training scripts (docs/bmtrain.md), on top of the engine of ps.initialize.
+-- require "ps.bmt" returns BMTrain's API for training scripts (docs/bmtrain.md). It is implemented with the engine of
+-- ps.initialize.
 --
 --   local bmt = require "ps.bmt"
 --   bmt.init_distributed { seed = 0 }
@@ -15,8 +16,8 @@
 --     manager:step()
 --   end
 --
--- Python's keyword arguments become one table, the last argument. Calls of BMTrain that ps.bmt lacks raise an error
--- that names the replacement.
+-- Keyword arguments of Python are passed in one table, which is the last argument. If a script calls a function of
+-- BMTrain that ps.bmt does not have, the error names the replacement.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
@@ -48,15 +49,16 @@ function bmt.rank() return dist.rank() end
 ---@return integer
 function bmt.world_size() return dist.world_size() end
 
---- Returns after all ranks have called it.
+--- Waits until all ranks have called this function.
 function bmt.synchronize()
   session.need "bmt.synchronize"
   dist.synchronize()
 end
 
---- Returns the mean of a loss over all ranks, without a gradient. (BMTrain's name says sum, but it computes the mean.)
+--- Returns the mean of a loss over all ranks, without a gradient. BMTrain's name says sum, but it computes the mean,
+--- too.
 ---@param loss ps.Tensor
----@param comm? any must be nil, since the mean is over all ranks
+---@param comm? any must be nil, because the mean is always over all ranks
 ---@return ps.Tensor
 function bmt.sum_loss(loss, comm)
   session.need "bmt.sum_loss"
@@ -69,7 +71,7 @@ function bmt.sum_loss(loss, comm)
   end)
 end
 
---- Concatenates the tensors [n, ...] of all ranks to [ranks n, ...], without a gradient.
+--- Concatenates the tensors [n, ...] of all ranks to a tensor [ranks * n, ...], without a gradient.
 ---@param result ps.Tensor
 ---@return ps.Tensor
 function bmt.gather_result(result)
@@ -101,10 +103,9 @@ end
 bmt.inspect.inspect_tensor, bmt.inspect.record_tensor = inspect.inspect_tensor, inspect.record_tensor
 bmt.inspect.format_summary = inspect.format_summary
 
---- Calls ps.inspect.inspect_model. It also works for the model in training and for a model that ranks share. All ranks
---- call this function.
+--- Calls ps.inspect.inspect_model. The model may be in training, and ranks may share it. All ranks call this function.
 ---@param model ps.nn.Module
----@param pattern? string a pattern for names (default: all parameters)
+---@param pattern? string a pattern for the names of parameters (default: all parameters)
 ---@param prefix? string
 ---@return ps.inspect.Row[]
 function bmt.inspect.inspect_model(model, pattern, prefix)

@@ -1,15 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's lists of blocks: TransformerBlockList, and PipelineTransformerBlockList, whose blocks are assigned to
--- stages.
+-- BMTrain's lists of blocks: TransformerBlockList and PipelineTransformerBlockList. The blocks of the second list are
+-- assigned to pipeline stages.
 --
--- In a model with stages, each rank has its own rows. A rank has only those blocks of a pipeline list that belong to
--- its stage. A call of the list gathers the rows of all stages and cuts them into micro-batches. Each stage runs its
--- blocks on each micro-batch and sends the result to the next stage. At the end every rank gets its own rows of the
--- last stage's results.
+-- In a model with stages, each rank has its own rows of the batch. A rank has only those blocks of a pipeline list that
+-- belong to its stage. A call of the list gathers the rows of all stages and splits them into micro-batches. Each stage
+-- runs its blocks on each micro-batch and sends the result to the next stage. At the end, each rank gets the results
+-- for its own rows from the last stage.
 --
--- All these exchanges are ops, so their gradients are sent in the opposite direction: backward takes the micro-batches
--- from the last to the first, and each of them from the last stage to the first (GPipe, Huang et al. 2019). Parameters
--- outside the list are on all stages, and their gradients are summed over the stages (src/engine/ties.c).
+-- All these exchanges are ops, so backward sends their gradients in the opposite direction (GPipe, Huang et al. 2019).
+-- Backward processes the micro-batches from the last to the first, and each micro-batch from the last stage to the
+-- first. Parameters outside the list are on all stages, and their gradients are summed over the stages
+-- (src/engine/ties.c).
 --
 -- Sizes: n rows per rank, p stages, m micro-batches.
 local create = require "ps.tensor.create"
@@ -28,17 +29,17 @@ local lists = {}
 
 ---@class ps.bmt.TransformerBlockList: ps.nn.ModuleList
 ---@field num_hidden integer
----@field dropouts? integer block i numbers its dropouts from i times this number on; nil if all dropouts are numbered
---- consecutively
+---@field dropouts? integer number of dropouts reserved for each block: those of block i are numbered from i times this
+--- number. nil if the dropouts of all blocks are numbered consecutively
 local TransformerBlockList = nn_module.class("TransformerBlockList", container.ModuleList)
 lists.TransformerBlockList = TransformerBlockList
 
 local LIST = { num_hidden = "whole" }
 
---- Creates a list of blocks that is called as a whole. Items are indexed from 0. Modules that are not blocks become
---- blocks.
+--- Creates a list of blocks that is called as a whole. Items are indexed from 0. A module that is not a block becomes a
+--- block.
 ---@param list ps.nn.Module[]
----@param options? {num_hidden?: integer} the number of leading arguments that each block passes to the next (default 1)
+---@param options? {num_hidden?: integer} how many leading arguments each block passes to the next block (default 1)
 function TransformerBlockList:init(list, options)
   if nn_module.is_module(list) and not module_lists.is_list(list) then
     error(("bmt.%s takes one list of blocks: %s { a, b }, not %s(a, b)"):format(self.class_name, self.class_name,
@@ -53,7 +54,7 @@ function TransformerBlockList:init(list, options)
   for _, module in ipairs(list) do if not modules.is_block(module) then modules.CheckpointBlock(module) end end
 end
 
--- Returns whether a call's last argument is a table of options and not an argument for the blocks.
+-- Returns whether a call's last argument is a table of options. Otherwise it is an argument for the blocks.
 local function are_options(value)
   if type(value) ~= "table" or getmetatable(value) ~= nil then return false end
   for key in pairs(value) do
@@ -62,7 +63,7 @@ local function are_options(value)
   return false
 end
 
--- Splits the arguments of a call into the arguments for the blocks and the final table of options.
+-- Splits the arguments of a call into the arguments for the blocks, and the table of options at the end.
 local function arguments(...)
   local args, options = { n = select("#", ...), ... }, {}
   if are_options(args[args.n]) then options, args[args.n], args.n = args[args.n], nil, args.n - 1 end
@@ -82,10 +83,10 @@ end
 local function pack(...) return { n = select("#", ...), ... } end
 
 --- Applies the blocks one after another. Each block passes the first num_hidden arguments to the next block. All blocks
---- get all other arguments unchanged, whatever their type.
----@param ... any the arguments of a block, and optionally { return_hidden_states = true }. With this option, the last
---- block's results are followed by the inputs of all blocks, as one tensor [blocks, ...] for each of the num_hidden
---- arguments. (batch_related is for PipelineTransformerBlockList, and has no effect here.)
+--- get the other arguments unchanged, whatever their type.
+---@param ... any the arguments of a block, and optionally { return_hidden_states = true }. With this option, the inputs
+--- of all blocks follow the last block's results, as one tensor [blocks, ...] for each of the num_hidden arguments. The
+--- option batch_related has no effect here. It is for PipelineTransformerBlockList.
 ---@return ps.Tensor ... the results of the last block
 function TransformerBlockList:forward(...)
   local args, options = arguments(...)
@@ -108,17 +109,18 @@ function TransformerBlockList:forward(...)
 end
 
 -- -- stages -----------------------------------------------------------------------------------------------------------
-local DROPOUTS = 4096                              -- number of dropouts reserved for a block per forward, on any rank
+local DROPOUTS = 4096                     -- number of dropouts reserved for each block in a forward, equal on all ranks
 
 ---@class ps.bmt.PipelineTransformerBlockList: ps.bmt.TransformerBlockList
 local PipelineTransformerBlockList = nn_module.class("PipelineTransformerBlockList", TransformerBlockList)
 PipelineTransformerBlockList.dropouts = DROPOUTS
 lists.PipelineTransformerBlockList = PipelineTransformerBlockList
 
---- Creates a list of blocks that are assigned, in order, to the stages of init_distributed's pipe_size. With n blocks
---- and p stages, the first n mod p stages have one block more. Modules that are not blocks become blocks. The list has
---- the names and indices of all blocks. A rank has only shapes and dtypes for the blocks of other stages.
----@param list ps.nn.Module[] at least one block per stage; blocks do not share parameters
+--- Creates a list of blocks that are assigned, in order, to the pipe_size stages of init_distributed. With n blocks and
+--- p stages, each of the first n mod p stages has one block more than the others. A module that is not a block becomes
+--- a block. The list has the names and indices of all blocks. For the blocks of other stages, a rank has only shapes
+--- and dtypes.
+---@param list ps.nn.Module[] at least one block per stage; blocks must not share parameters
 ---@param options? {num_hidden?: integer} num_hidden must be 1 if there are several stages
 function PipelineTransformerBlockList:init(list, options)
   TransformerBlockList.init(self, list, options)
@@ -135,7 +137,7 @@ function PipelineTransformerBlockList:init(list, options)
       pipe.size))
   end
   local least, more, first = math.floor(n / pipe.size), n % pipe.size, 0
-  rawset(self, "firsts", {})  -- index of each stage's first block, then the number of blocks
+  rawset(self, "firsts", {})  -- the index of each stage's first block, and then the number of blocks
   for stage = 0, pipe.size do
     self.firsts[stage], first = first, first + least + (stage < more and 1 or 0)
   end
@@ -144,13 +146,13 @@ function PipelineTransformerBlockList:init(list, options)
   end
 end
 
--- Returns the first row of micro-batch i, both from 0. If m does not divide the number of rows, the first micro-batches
--- have one row more.
+-- Returns the first row of micro-batch i. Both are counted from 0. If m does not divide the number of rows, the first
+-- micro-batches have one row more than the others.
 local function first_row(rows, micros, i)
   return i * math.floor(rows / micros) + math.min(i, rows % micros)
 end
 
--- Gathers the rows of all ranks: [n, ...] -> [p n, ...].
+-- Gathers the rows [n, ...] of all ranks to a tensor [p n, ...].
 local function all_rows(group, t)
   if t:needs_grad() then return group:gathered(t) end
   local shape = t:shape()
@@ -158,8 +160,8 @@ local function all_rows(group, t)
   return group:all_gather(create.empty(shape, { dtype = t:dtype(), device = t:device() }), t:contiguous())
 end
 
--- Returns functions that return an argument of the blocks for rows [first, first + count). The functions are indexed by
--- the argument's index, from 2.
+-- Returns a function for each argument of the blocks, indexed by the argument's index, from 2. The function returns the
+-- argument for the rows [first, first + count).
 local function arguments_of_micros(args, group, related)
   local x, give, said = args[1], {}, {}
   for _, k in ipairs(related or {}) do said[k + 2] = true end
@@ -185,7 +187,7 @@ local function arguments_of_micros(args, group, related)
   return give
 end
 
--- Returns the result of a block for one micro-batch. `op` is the index of the list's first dropout.
+-- Runs a block on one micro-batch and returns the result. `op` is the index of the list's first dropout.
 local function through(list, i, op, h, args)
   random.state().op = op + i * DROPOUTS
   args[1] = h
@@ -199,14 +201,14 @@ local function through(list, i, op, h, args)
   return y
 end
 
--- Returns this rank's rows of x, which contains the rows of all ranks along `dim`. On stages other than `root`, x is a
--- tensor of zeros with the same shape, through which the backward of these stages runs.
+-- Returns this rank's rows of the tensor x of stage `root`, which contains the rows of all ranks along dimension `dim`.
+-- On other stages, x only provides the shape. It is an argument there so that the backward of these stages runs.
 local function own_rows(pipe, x, root, dim, n)
   return pipe.group:copied(x, root):narrow(dim, pipe.rank * n, n)
 end
 
 -- Returns the inputs of all blocks, [blocks, n, ...]. `seen` has the inputs of this stage's blocks, by block and
--- micro-batch. `all` is [p n, ...].
+-- micro-batch. `all` is the input of the list, [p n, ...].
 local function hidden_states(list, pipe, seen, all, n)
   local of_stages = {}
   for stage = 0, pipe.size - 1 do
@@ -226,7 +228,7 @@ local function hidden_states(list, pipe, seen, all, n)
   return tensors.cat(of_stages, 0)
 end
 
--- Runs a call of the list on one of several stages. `how` has the options of the call.
+-- Runs a call of the list in a model with several stages. `how` has the options of the call.
 local function staged(list, pipe, args, how)
   local x, group, rng = args[1], pipe.group, random.state()
   if not scope.is_tensor(x) or x:dim() == 0 then
@@ -266,14 +268,14 @@ local function staged(list, pipe, args, how)
   return y, hidden_states(list, pipe, seen, all, n)
 end
 
---- Applies the blocks one after another, each on the rank of its stage. All ranks of the pipeline call this function
---- with their own rows, and with equal numbers of rows. The dropout masks are those that a single stage would draw for
---- the rows of all ranks.
+--- Applies the blocks one after another, each on the rank of its stage. All ranks of the pipeline call this function,
+--- each with its own rows. All ranks must have the same number of rows. The dropout masks are those that a single stage
+--- would draw for the rows of all ranks.
 ---@param ... any the hidden states [n, ...], the other arguments of a block, and optionally { return_hidden_states =
 --- true, batch_related = { 0, 2 } }. return_hidden_states: also returns the inputs of all blocks, [blocks, n, ...].
---- batch_related: the indices (from 0, after the hidden states) of tensors that have one row per sample. Without it,
---- these are the tensors with as many rows and dimensions as the hidden states. For all other arguments, the blocks on
---- each rank get that rank's values.
+--- batch_related: the indices of tensors that have one row per sample. The first argument after the hidden states has
+--- index 0. By default, these are the tensors with as many rows and dimensions as the hidden states. Each rank passes
+--- its own values of all other arguments to its blocks.
 ---@return ps.Tensor hidden the results for this rank's rows
 ---@return ps.Tensor? hidden_states only with return_hidden_states
 function PipelineTransformerBlockList:forward(...)

@@ -17,11 +17,11 @@ loss.FusedCrossEntropy = FusedCrossEntropy
 local OPTIONS = { weight = "tensor", ignore_index = "whole", reduction = "string", label_smoothing = "number",
   parallel = "boolean" }
 
---- Creates a cross entropy loss for logits [N, C] and classes [N], computed in fp32 (F.cross_entropy). The mean over no
---- targets is 0.
+--- Creates a cross entropy loss for logits [N, C] and classes [N], computed in fp32 (F.cross_entropy). If there are no
+--- targets, the mean is 0.
 ---@param options? {weight?: ps.Tensor, ignore_index?: integer, reduction?: "mean"|"sum"|"none", label_smoothing?:
 --- number, parallel?: boolean} ignore_index: the class to ignore (default -100). reduction: default "mean". parallel:
---- each rank along tp has the logits of its shard of the classes, and the loss covers all classes
+--- whether each rank along tp has the logits of its own shard of the classes. The loss then covers all classes
 --- (nn.ParallelCrossEntropy).
 function FusedCrossEntropy:init(options)
   options = caller.options(options, "bmt.loss.FusedCrossEntropy", OPTIONS)
@@ -42,7 +42,7 @@ end
 
 --- Returns the loss.
 ---@param input ps.Tensor [N, C], or [N, C / tp] with parallel
----@param target ps.Tensor integers [N], equal on all ranks along tp with parallel
+---@param target ps.Tensor integers [N]; with parallel, they must be equal on all ranks along tp
 ---@return ps.Tensor fp32 with 0 dimensions, or [N] with reduction "none"
 function FusedCrossEntropy:forward(input, target)
   if self.parallel then return self.parallel(input, target) end

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scale of BMTrain's OptimManager (1.0.1) for the optimizer of an engine, instead of ps.loss_scaler. An
--- overflow divides it, down to a minimum; enough good steps multiply it, up to a maximum.
+-- The loss scale of BMTrain's OptimManager (1.0.1). The optimizer of an engine uses it instead of ps.loss_scaler. An
+-- overflow divides the scale by a factor, down to a minimum. After enough good steps, the scale is multiplied by the
+-- factor, up to a maximum.
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 
@@ -8,11 +9,11 @@ local loss_scale = {}
 
 ---@class ps.bmt.LossScale
 ---@field scale number
----@field factor number above 1
----@field every integer number of good steps after the last change after which the scale increases
----@field least number
----@field most number
----@field good integer number of steps since the last change
+---@field factor number the factor of a change, greater than 1
+---@field every integer number of good steps after which the scale increases, counted from the last change of the scale
+---@field least number smallest scale
+---@field most number largest scale
+---@field good integer number of good steps since the last change of the scale
 local LossScale = {}
 LossScale.__index = LossScale
 
@@ -42,8 +43,8 @@ function LossScale:scale_loss(loss)
   return loss * self.scale
 end
 
---- Updates the scale. It is called once per step with whether the step's gradients overflowed.
----@param overflowed boolean
+--- Updates the scale. It is called once per step.
+---@param overflowed boolean whether the step's gradients overflowed
 function LossScale:update(overflowed)
   local to = self.scale
   if not overflowed then
@@ -55,7 +56,7 @@ function LossScale:update(overflowed)
   if to ~= self.scale then self.scale, self.good = to, 0 end
 end
 
---- Returns the state for resuming a run, as text that preserves every bit.
+--- Returns the state from which a run can resume, as text that preserves all bits.
 ---@return table<string, string>
 function LossScale:state_dict() return { scale = ("%.17g"):format(self.scale), good = ("%d"):format(self.good) } end
 

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's schedules of the learning rate. Each rises from 0 while the iteration number n is below warmup_iter w, and
--- then follows its own formula; L is start_lr, e is end_iter:
+-- BMTrain's schedules of the learning rate. While the iteration number n is less than w = warmup_iter, the rate rises
+-- from 0. Then it follows the schedule's own formula. L is start_lr, and e is end_iter:
 --   NoDecay      L n / w          L
 --   Noam         L n / w^1.5      L / sqrt(n)
 --   Linear       L n / w          L (e - n) / (e - w), at least 0
 --   Cosine       L n / w          L (1 + cos(pi (n - w) / max(1, e - w))) / 2
 --   Exponential  L n / w          L gamma^(n - w)
 -- The formulas are those of BMTrain 1.0.1 (bmtrain/lr_scheduler). A schedule sets the rate of every group when it is
--- made and at each step.
+-- created and at each step.
 local caller = require "ps.core.caller"
 local types = require "ps.core.types"
 local error = caller.error
@@ -21,7 +21,7 @@ local lr_scheduler = {}
 ---@field warmup_iter integer
 ---@field end_iter integer
 ---@field num_iter integer
----@field current_lr number learning rate of the last step
+---@field current_lr number learning rate that was set last
 local Scheduler = {}
 lr_scheduler.Scheduler = Scheduler
 
@@ -65,14 +65,14 @@ function Scheduler:load_state_dict(state)
   self:step(self.num_iter)
 end
 
--- Defines a schedule. `decay` is the formula after the warmup. `rise` is the formula before its end, if the schedule
--- has its own. `more` has further options. `advice` is the option to change if a formula divides by 0.
+-- Defines a schedule. `decay` is the formula after the warmup. `rise` is the formula during the warmup, if it is not
+-- the common one. `more` has additional options. `advice` names the option to change if a formula divides by 0.
 local function schedule(name, decay, rise, more, advice)
   local class = setmetatable({ get_lr_decay = decay, get_lr_warmup = rise, name = name, advice = advice or "" },
     { __index = Scheduler })
   local keys = {}
   for _, from in ipairs { OPTIONS, more or {} } do for key, kind in pairs(from) do keys[key] = kind end end
-  --- Creates BMTrain's schedule with this name. lua/ps/bmt/lr_scheduler.lua contains the formulas.
+  --- Creates BMTrain's schedule with this name. The formulas are at the top of lua/ps/bmt/lr_scheduler.lua.
   ---@param optimizer ps.bmt.Optimizer
   ---@param options {start_lr: number, warmup_iter: integer, end_iter: integer, num_iter?: integer, gamma?: number}
   --- num_iter: the first iteration (default 0). gamma: only for Exponential (default 0.95).

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's modules: DistributedModule, DistributedParameter and blocks. Lists of blocks are in bmt/lists.lua.
+-- BMTrain's modules: DistributedModule, DistributedParameter and blocks. The lists of blocks are in bmt/lists.lua.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -15,20 +15,21 @@ local modules = {}
 local DistributedModule = nn_module.class("DistributedModule")
 modules.DistributedModule = DistributedModule
 
---- Runs a call that does not come from another module. If OptimManager trains the module, the call is a step's forward.
+--- Runs a call that does not come from another module. If OptimManager trains the module, the call is the forward of a
+--- step.
 ---@param run fun(module: ps.nn.Module, ...): any
 ---@param ... any
 ---@return any ...
 function DistributedModule:outermost(run, ...) return session.call(self, run, ...) end
 
--- The options of each DistributedParameter: {init_method, group}.
+-- Maps each DistributedParameter to its options: {init_method, group}.
 local told = setmetatable({}, { __mode = "k" })
 
 local PARAMETER = { requires_grad = "boolean", init_method = "callable", group = "string", tp_mode = "boolean",
   tp_split_dim = "whole" }
 
--- Returns the shard description of a parameter that ranks along tp share, computed from this rank's shard, or nil if
--- each rank has the whole parameter.
+-- Returns the shard description of a parameter that ranks along tp share. The description is computed from this rank's
+-- shard. Returns nil if each rank has the whole parameter.
 local function shard_of(part, dim, call)
   local group, full = mesh.group "tp", part:shape()
   if dim == -1 or not group then return nil end
@@ -40,16 +41,16 @@ local function shard_of(part, dim, call)
   return shard.new({ dim = dim, index = group:rank(), count = group:size(), full_shape = full }, call)
 end
 
---- Creates a parameter that is sharded over the ranks and initialized from rank 0. Any op that reads it gathers it
---- first. Under tp, if tp_split_dim is not -1, `data` is this rank's shard, and its values come from the first of the
---- ranks with the same shard.
+--- Creates a parameter that is sharded over the ranks and gets the values of rank 0. Each op that reads the parameter
+--- gathers it first. Under tp, if tp_split_dim is not -1, `data` is this rank's shard. Its values are then those of the
+--- first rank that has the same shard.
 ---@param data ps.Tensor fp32, bf16 or fp16; all parameters of a model have one dtype
 ---@param options? {requires_grad?: boolean, init_method?: fun(t: ps.Tensor), group?: string, tp_mode?: boolean,
---- tp_split_dim?: integer} requires_grad: default true. init_method: fills a tensor with the (whole) parameter's shape
---- in bmt.init_parameters. group: see bmt.grouped_parameters. tp_mode: the parameter belongs to a layer that ranks
---- along tp share. tp_split_dim: the dimension that is split among these ranks; with -1 (default), each rank has the
---- whole parameter and computes the same gradient. Without tp_mode, if ranks along tp share the rows, their gradients
---- are summed.
+--- tp_split_dim?: integer} requires_grad: default true. init_method: a function for bmt.init_parameters, which fills a
+--- tensor with the shape of the whole parameter. group: see bmt.grouped_parameters. tp_mode: whether the parameter
+--- belongs to a layer that ranks along tp share. tp_split_dim: the dimension that is split among these ranks. With -1
+--- (default), each rank has the whole parameter and computes the same gradient. Without tp_mode, if ranks along tp
+--- share the rows, their gradients are summed.
 ---@return ps.Tensor
 function modules.DistributedParameter(data, options)
   local call = "bmt.DistributedParameter"
@@ -69,14 +70,14 @@ function modules.DistributedParameter(data, options)
   end)
   if desc then shard.set(own, desc) end
   if options.tp_mode then run.alike[own] = true end
-  local param = nn_module.Parameter(own)                            -- Parameter stages it
+  local param = nn_module.Parameter(own)                            -- nn_module.Parameter moves it into a chunk
   if options.requires_grad == false then param:requires_grad(false) end
   told[param] = { init_method = options.init_method, group = options.tp_mode and "tp" or options.group }
   return param
 end
 
---- Creates a function for init_method that fills a tensor. An example is ParameterInitializer(nn.init.normal_, 0,
---- 0.02).
+--- Returns a function for init_method, which fills a tensor with `func`. An example is
+--- ParameterInitializer(nn.init.normal_, 0, 0.02).
 ---@param func fun(t: ps.Tensor, ...)
 ---@param ... any the arguments after the tensor
 ---@return fun(t: ps.Tensor)
@@ -98,15 +99,16 @@ function modules.init_parameters(model)
         local desc = shard.of(param)
         local whole = create.empty(desc and desc.full_shape or param:shape(),
           { dtype = param:dtype(), device = param:device() })
-        about.init_method(whole)  -- no data for other stages' parameters; advances the random numbers
+        -- For parameters of other stages, `whole` has no data, but the call advances the random numbers.
+        about.init_method(whole)
         if param:device() ~= "meta" then param:copy_(desc and shard.of_whole(desc, whole) or whole) end
       end)
     end
   end
 end
 
---- `for group, parameters in bmt.grouped_parameters(model) do` iterates over the parameters by DistributedParameter's
---- `group` option. The parameters without a group are first, and their group is false.
+--- `for group, parameters in bmt.grouped_parameters(model) do` iterates over the parameters. They are grouped by the
+--- option `group` of DistributedParameter. The first group has the parameters without a group, and its name is false.
 ---@param model ps.nn.Module
 ---@return fun(): (string|false)?, ps.Tensor[]?
 function modules.grouped_parameters(model)
@@ -137,13 +139,14 @@ function modules.is_block(module) return blocks[module] == true end
 local BLOCK = { use_checkpoint = "boolean", zero_level = "whole", initialized = "boolean", mode = "string" }
 local MODES = { BLOCK = true, PIPE = true }
 
---- Turns a module into a block: in training, backward recomputes its activations. Returns the same module, so its names
---- and fields do not change. Its parameters become distributed.
+--- Turns a module into a block. In training, backward recomputes the activations of a block. Returns the same module,
+--- so its names and fields do not change. Its parameters become distributed.
 ---@param module ps.nn.Module a module whose forward returns only tensors
 ---@param options? {use_checkpoint?: boolean, zero_level?: integer, mode?: "BLOCK"|"PIPE"} use_checkpoint: default true.
---- zero_level: in a run of level 3, 3 frees gathered parameters after each pass, so that backward gathers them again,
---- and 2 keeps them until the end of the step. The default follows zero_optimization.reshard_after_forward of the
---- configuration. In a run of another level, zero_level must be that level.
+--- zero_level: in a run of level 3, this may be 3 or 2. 3 frees gathered parameters after each pass, so backward
+--- gathers them again. 2 keeps them until the end of the step. The default follows
+--- zero_optimization.reshard_after_forward of the configuration. In a run of another level, zero_level must be that
+--- level.
 ---@return ps.nn.Module
 function modules.CheckpointBlock(module, options)
   local call = "bmt.CheckpointBlock"

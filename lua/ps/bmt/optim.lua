@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's optimizers and OptimManager, which drive the step of an engine: zero_grad, backward, clip_grad_norm, step.
--- An optimizer here has groups and settings. The model's engine has the state and makes the updates.
+-- BMTrain's optimizers and OptimManager. The manager controls the steps of an engine with zero_grad, backward,
+-- clip_grad_norm and step. An optimizer here only has groups and settings. The model's engine has the optimizer state
+-- and performs the updates.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
@@ -19,9 +20,10 @@ local optim = {}
 -- -- optimizers -------------------------------------------------------------------------------------------------------
 ---@class ps.bmt.Optimizer
 ---@field name string
----@field param_groups table[] the groups, each with params, lr, betas, eps and weight_decay, which can be changed
---- between steps
----@field hold_steps integer
+---@field param_groups table[] the groups; each has params, lr, betas, eps and weight_decay, which can be changed
+--- between
+--- steps
+---@field hold_steps integer number of first steps in which the rate is 0
 ---@field offload boolean whether the state and its updates are on the host
 local Optimizer = {}
 Optimizer.__index = Optimizer
@@ -47,7 +49,7 @@ local function tensors_of(value, call)
   return value
 end
 
--- Creates parameter groups from a list of parameters, a module, or a list of groups.
+-- Creates parameter groups. `params` is a list of parameters, a module, or a list of groups.
 local function groups_of(params, defaults, call)
   local given = { { params = params } }
   if type(params) == "table" and not nn_module.is_module(params) and type(params[1]) == "table" then given = params end
@@ -76,27 +78,27 @@ local function new(name, params, options, keys, offload)
     hold_steps = options.hold_steps and caller.whole(options.hold_steps, call .. ": hold_steps", 0) or 0 }, Optimizer)
 end
 
--- Raises an error. An update overwrites the parameters, so the difference to the previous values would need a copy of
--- all parameters.
+-- Raises an error for calls that need the differences which an update made. An update overwrites the parameters, so
+-- these differences would need a copy of all parameters.
 local function no_delta(call)
   error(call .. ": updates are not recorded, since that would need a copy of all parameters (record_delta); "
     .. "bmt.inspect.inspect_model has statistics of parameters, whose means before and after a step give the mean "
     .. "update")
 end
 
---- Creates Adam. As in BMTrain, weight decay is added to the gradient for fp32 parameters, and is decoupled (AdamW) for
---- half parameters.
+--- Creates an Adam optimizer. As in BMTrain, weight decay is added to the gradient for fp32 parameters. For bf16 and
+--- fp16 parameters, it is decoupled (AdamW).
 ---@param params ps.Tensor[]|table[]|ps.nn.Module the parameters, or groups { params =, lr =, ... }
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer} The
---- defaults are 1e-3, { 0.9, 0.999 }, 1e-8 and 0. hold_steps: the number of first steps in which the rate is 0 (one
---- fewer for half dtypes).
+--- defaults are 1e-3, { 0.9, 0.999 }, 1e-8 and 0. hold_steps: the number of first steps in which the rate is 0. For
+--- bf16 and fp16 parameters, it is one step fewer.
 ---@return ps.bmt.Optimizer
 function optim.AdamOptimizer(params, options) return new("AdamOptimizer", params, options, SETTINGS, false) end
 
 local OFFLOAD = { record_delta = "boolean" }
 for key, kind in pairs(SETTINGS) do OFFLOAD[key] = kind end
 
---- Creates Adam with its state and updates on the host, even if a device computes the model.
+--- Creates an Adam optimizer whose state and updates are on the host, even if a device computes the model.
 ---@param params ps.Tensor[]|table[]|ps.nn.Module
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer}
 ---@return ps.bmt.Optimizer
@@ -110,28 +112,29 @@ local function of_manager(self, method)
     self.name, method, method))
 end
 
---- Always raises an error, since updates are not recorded.
+--- Always raises an error, because updates are not recorded.
 function Optimizer:get_avg_delta() no_delta(self.name .. ":get_avg_delta") end
---- Always raises an error, since updates are not recorded.
+--- Always raises an error, because updates are not recorded.
 function Optimizer:get_var_delta() no_delta(self.name .. ":get_var_delta") end
---- Always raises an error, since OptimManager:step makes the updates.
+--- Always raises an error, because OptimManager:step performs the updates.
 function Optimizer:step() of_manager(self, "step") end
---- Always raises an error, since OptimManager:zero_grad clears the gradients.
+--- Always raises an error, because OptimManager:zero_grad clears the gradients.
 function Optimizer:zero_grad() of_manager(self, "zero_grad") end
---- Always raises an error, since OptimManager:state_dict returns the state.
+--- Always raises an error, because OptimManager:state_dict returns the state.
 function Optimizer:state_dict() of_manager(self, "state_dict") end
---- Always raises an error, since OptimManager:load_state_dict loads the state.
+--- Always raises an error, because OptimManager:load_state_dict loads the state.
 function Optimizer:load_state_dict() of_manager(self, "load_state_dict") end
 
 -- -- OptimManager -----------------------------------------------------------------------------------------------------
 ---@class ps.bmt.OptimManager
 ---@field loss_scale number the loss scale, or 1 if losses are not scaled
 ---@field optimizers ps.bmt.Optimizer[]
----@field lr_schedulers (ps.bmt.Scheduler|false)[]
+---@field lr_schedulers (ps.bmt.Scheduler|false)[] the schedule of each optimizer, or false if it has none
 ---@field scaler ps.bmt.LossScale|false
 ---@field engine ps.Engine|false the engine, set when the model begins to train
----@field waiting table|false the state that is loaded into the engine's optimizer later
----@field scale_before number the loss scale of the last backward; clip_grad_norm can have lowered loss_scale since then
+---@field waiting table|false a state to load into the engine's optimizer when the model begins to train
+---@field scale_before number the loss scale of the last backward; loss_scale may have decreased in clip_grad_norm since
+--- then
 local OptimManager = {}
 optim.Manager = OptimManager
 local MANAGER = { loss_scale = "number", loss_scale_factor = "number", loss_scale_steps = "whole",
@@ -147,14 +150,14 @@ end, __tostring = function(self)
   return ("OptimManager of %d optimizers, loss scale %g"):format(#self.optimizers, self.loss_scale)
 end }
 
---- Creates a manager that trains a model: it holds the optimizers and their schedules, scales losses, and makes the
---- steps. An overflow divides the loss scale by loss_scale_factor and skips the step. After loss_scale_steps good
+--- Creates a manager that trains a model. It has the optimizers and their schedules, scales losses, and performs the
+--- steps. An overflow divides the loss scale by loss_scale_factor, and the step is skipped. After loss_scale_steps good
 --- steps, the scale is multiplied by loss_scale_factor.
 ---@param options? {loss_scale?: number, loss_scale_factor?: number, loss_scale_steps?: integer, min_loss_scale?:
 --- number, max_loss_scale?: number, grad_scale?: number} loss_scale: the initial scale. Without it, losses are not
 --- scaled, and gradients that are not finite are an error. loss_scale_factor: default 2. loss_scale_steps: default
---- 1024. min_loss_scale: default 1. max_loss_scale: default no bound. grad_scale: divides the sum of the ranks'
---- gradients (default: the number of ranks with different rows).
+--- 1024. min_loss_scale: default 1. max_loss_scale: no bound by default. grad_scale: the number by which the sum of the
+--- ranks' gradients is divided (default: the number of ranks with different rows).
 ---@return ps.bmt.OptimManager
 function optim.OptimManager(options)
   local call = "bmt.optim.OptimManager"
@@ -168,7 +171,7 @@ function optim.OptimManager(options)
     Manager)
 end
 
--- Returns the groups of all optimizers of a manager, in order.
+-- Returns a list with the groups of all optimizers of a manager, in order.
 local function groups_in(manager)
   local all = {}
   for _, optimizer in ipairs(manager.optimizers) do
@@ -177,12 +180,12 @@ local function groups_in(manager)
   return all
 end
 
--- Called after the engine has received the model and the manager's groups.
+-- Prepares the engine's optimizer. It is called after the engine has received the model and the manager's groups.
 local function taken(self, engine)
   local opt, cfg = engine.optimizer, engine.cfg
   self.engine = engine
   opt.scaler, opt.checks_overflow = self.scaler or nil, self.scaler ~= false
-  opt.max_norm = math.huge                     -- each step computes the norm, since clip_grad_norm can need it
+  opt.max_norm = math.huge                     -- each step computes the norm, because clip_grad_norm can need it
   for _, optimizer in ipairs(self.optimizers) do
     if optimizer.offload then cfg.zero_optimization.offload_optimizer = { device = "cpu", ratio = 1 } end
   end
@@ -191,7 +194,7 @@ local function taken(self, engine)
   self.waiting = false
 end
 
---- Adds an optimizer. All of a model's optimizers must be added before training begins.
+--- Adds an optimizer. All optimizers of a model must be added before training begins.
 ---@param optimizer ps.bmt.Optimizer
 ---@param lr_scheduler? ps.bmt.Scheduler a schedule, whose step is called after each update
 function OptimManager:add_optimizer(optimizer, lr_scheduler)
@@ -225,13 +228,14 @@ function OptimManager:zero_grad()
   if self.engine then self.engine.optimizer:zero_grad() end
 end
 
---- Raises an error, since backward scales the loss.
+--- Always raises an error, because backward scales the loss.
 function OptimManager:scale_loss() -- luacheck: ignore 212
   error "OptimManager:scale_loss: manager:backward(loss) scales the loss itself"
 end
 
---- Runs backward from a loss. Gradients are summed over ranks and divided by grad_scale. If a step has several
---- backwards (gradient_accumulation_steps in init_distributed's config), their gradients are accumulated.
+--- Computes the gradients of a loss. The gradients are summed over the ranks and divided by grad_scale. If a step has
+--- several calls of backward (gradient_accumulation_steps in init_distributed's config), their gradients are
+--- accumulated.
 ---@param loss ps.Tensor a tensor with one element
 function OptimManager:backward(loss)
   local engine = begun(self, "backward")
@@ -241,7 +245,7 @@ function OptimManager:backward(loss)
   engine:backward(loss, { weight = 1 })
 end
 
--- Returns the sorted indices of some groups among all groups of the manager.
+-- Returns the indices of some groups in the list of all groups of the manager, in ascending order.
 local function numbers_of(self, groups, call)
   local number_of, numbers, seen = {}, {}, {}
   for number, group in ipairs(groups_in(self)) do number_of[group] = number end
@@ -260,12 +264,13 @@ end
 
 local CLIP = { norm_type = "any", eps = "number" }
 
---- Returns the norm of the gradients of some groups, or of all groups. The next step multiplies these gradients by
---- max_norm / (norm + eps) if this factor is below 1. Call it after the last backward, once per step for each group.
+--- Returns the norm of the gradients of some groups, or of all groups. If the factor max_norm / (norm + eps) is less
+--- than 1, the next step multiplies these gradients by the factor. Call this function after the last backward of a
+--- step, once for each group.
 ---@param param_groups table[] optimizer.param_groups, or a list with groups of several optimizers
 ---@param max_norm number
----@param options? {norm_type?: number, eps?: number} norm_type: must be 2 (default). eps: default 1e-6; it is added to
---- the norm that includes the loss scale.
+---@param options? {norm_type?: number, eps?: number} norm_type: must be 2 (default). eps: default 1e-6. It is added to
+--- the norm of the scaled gradients.
 ---@return number norm the norm without the loss scale; it is not finite if the gradients of any group overflowed
 function OptimManager:clip_grad_norm(param_groups, max_norm, options)
   local call = "OptimManager:clip_grad_norm"
@@ -281,7 +286,7 @@ function OptimManager:clip_grad_norm(param_groups, max_norm, options)
   return step.clip(engine, numbers_of(self, param_groups, call), max_norm, (options.eps or 1e-6) / self.scale_before)
 end
 
--- Runs fn with a rate of 0 for the groups whose optimizers are still in their hold_steps.
+-- Runs fn. If an optimizer is still in its first hold_steps steps, the rate of its groups is 0 during the call.
 local function holding(self, fn)
   local was, done = {}, self.engine.optimizer.steps
   local late = self.engine.precision == "fp32" and 0 or 1
@@ -296,8 +301,8 @@ local function holding(self, fn)
   return result
 end
 
---- Makes an update, and a step of the schedules. If the scaled gradients overflowed, it lowers the loss scale instead,
---- and rank 0 prints a note.
+--- Updates the parameters, and advances the schedules by a step. If the scaled gradients overflowed, the loss scale is
+--- lowered instead, and rank 0 prints a note.
 function OptimManager:step()
   local engine = begun(self, "step")
   if engine:accumulating() then
@@ -313,10 +318,10 @@ function OptimManager:step()
   for _, scheduler in ipairs(self.lr_schedulers) do if scheduler then scheduler:step() end end
 end
 
---- Returns the state: `optimizers` (this rank's part of the engine's optimizer:state_dict(), with the groups of all
---- optimizers), lr_schedulers, loss_scale and loss_scale_enabled. The tensors are not copies, so save them before the
---- next step.
----@param gather_opt? boolean true is an error
+--- Returns the state, which has these fields: `optimizers`, lr_schedulers, loss_scale and loss_scale_enabled.
+--- `optimizers` is this rank's part of the engine's optimizer:state_dict(), with the groups of all optimizers. The
+--- tensors are not copied, so save them before the next step.
+---@param gather_opt? boolean true raises an error
 ---@return table
 function OptimManager:state_dict(gather_opt)
   if gather_opt then
@@ -330,7 +335,7 @@ function OptimManager:state_dict(gather_opt)
     loss_scale_enabled = self.scaler ~= false, loss_scale_good = self.scaler and self.scaler.good or 0 }
 end
 
---- Loads a result of state_dict. If the model has not been called yet, the state is loaded at its first call.
+--- Loads a result of state_dict. If the model has not been called yet, the state is loaded at the model's first call.
 ---@param state table
 function OptimManager:load_state_dict(state)
   local call = "OptimManager:load_state_dict"

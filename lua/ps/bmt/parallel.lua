@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's layers (bmt.nn) that the ranks along tp share: columns or rows of a linear layer, rows of a table of
--- words. If ranks share the rows between layers (the default, tensor_parallel.sequence_parallel), rows are the first
--- dimension: a layer gathers them before its product and scatters the sums after it. Otherwise all ranks have all
--- rows. Without tp_size, one rank has everything.
+-- BMTrain's layers (bmt.nn) that the ranks along tp share. Each rank has columns or rows of a linear layer, or rows of
+-- a word embedding. By default, ranks also share the rows between layers (tensor_parallel.sequence_parallel). Rows are
+-- then the first dimension. A layer gathers the rows before its product, and scatters the sums after the product.
+-- Otherwise all ranks have all rows. Without tp_size, a rank has the whole layer and all rows.
 --
 -- Sizes: n rows, t ranks along tp.
 local create = require "ps.tensor.create"
@@ -36,7 +36,8 @@ local function pieces_of(n, key, call)
   return n or session.need(call).pieces
 end
 
--- Gathers the rows of all ranks: x [n / t, ...] -> [n, ...]. The gradient is this rank's rows of the sum over ranks.
+-- Gathers the rows [n / t, ...] of all ranks to a tensor [n, ...]. The gradient is the sum over the ranks, of which
+-- each rank gets its own rows.
 local function gathered(group, x)
   return session.need "bmt.nn".keep_gathered and group:gathered(x) or group:gathered_again(x)
 end
@@ -46,17 +47,19 @@ local PRODUCT = { gather_input = "boolean", gather_output = "boolean", split_inp
   reduce_output_type = "string", async_chunks = "whole" }
 local REDUCES = { all_reduce = true, reduce_scatter = true }
 
---- Computes x weight^T + bias, where each rank has a shard of the outputs or, with reduce_output_type, of the inputs.
+--- Computes x weight^T + bias. Each rank has a shard of the outputs. With reduce_output_type, each rank has a shard of
+--- the inputs instead.
 ---@param input ps.Tensor [n, inputs], or [n / t, inputs] with gather_input
 ---@param weight ps.Tensor this rank's shard: [outputs / t, inputs], or [outputs, inputs / t]
 ---@param bias? ps.Tensor [outputs / t]
 ---@param options? {gather_input?: boolean, gather_output?: boolean, split_input?: boolean, reduce_output_type?:
---- "all_reduce"|"reduce_scatter", async_chunks?: integer} gather_input: the input has this rank's rows. Otherwise the
---- input has all rows, is equal on all ranks, and its gradient is summed over the ranks. gather_output: the result has
---- all outputs. split_input: the input has all columns, and this rank uses its own columns. Otherwise, if the weight is
---- a shard of the inputs, the input has this rank's columns. reduce_output_type: sums the results over the ranks; each
---- rank gets all rows, or its own rows. async_chunks: the number of pieces in which rows are exchanged during the
---- product, if they are gathered or scattered (default: the number that tensor_parallel.tp_overlap_comm sets).
+--- "all_reduce"|"reduce_scatter", async_chunks?: integer} gather_input: the input has only this rank's rows, which are
+--- gathered. Otherwise the input has all rows and is equal on all ranks, and its gradient is summed over the ranks.
+--- gather_output: the result has all outputs. split_input: the input has all columns, and this rank uses its own
+--- columns. Otherwise, if the weight is a shard of the inputs, the input has only this rank's columns.
+--- reduce_output_type: sums the results over the ranks. Each rank then gets all rows (all_reduce) or its own rows
+--- (reduce_scatter). async_chunks: the number of pieces in which rows are exchanged during the product, if they are
+--- gathered or scattered. The default is the number that tensor_parallel.tp_overlap_comm sets.
 ---@return ps.Tensor
 function parallel.OpParallelLinear(input, weight, bias, options)
   local call = "bmt.nn.OpParallelLinear"
@@ -85,7 +88,7 @@ function parallel.OpParallelLinear(input, weight, bias, options)
   return options.gather_output and group:gather_from(y) or y
 end
 
--- Creates a weight [outputs, inputs] with this rank's sizes and an optional bias.
+-- Creates a weight [outputs, inputs] and an optional bias. The sizes are those of this rank's part.
 local function fill(self, outputs, inputs, given, weight, bias)
   weight.init_method, bias.init_method = init.xavier_normal_, init.zeros_
   local dtype = given.dtype or "fp32"
@@ -95,8 +98,8 @@ local function fill(self, outputs, inputs, given, weight, bias)
   end
 end
 
--- Creates the parameters of a layer whose outputs (dim 0) or inputs (dim 1) are sharded over t ranks. `chunks` is the
--- name of the option for the number of pieces of a product. Returns that number.
+-- Creates the parameters of a layer that is sharded over t ranks. Dimension 0 shards its outputs, and dimension 1 its
+-- inputs. `chunks` is the name of the option for the number of pieces in which rows are exchanged. Returns that number.
 local function fill_part(self, inputs, outputs, dim, given, chunks)
   local call, sizes = "bmt.nn." .. self.class_name, { [0] = outputs, inputs }
   local pieces = pieces_of(given[chunks], chunks, call)
@@ -118,7 +121,7 @@ local Linear = nn_module.class("Linear", modules.DistributedModule)
 parallel.Linear = Linear
 
 --- Creates a layer x weight^T + bias that is whole on all ranks. bmt.init_parameters fills the weight with
---- xavier_normal_ and the bias with 0.
+--- xavier_normal_, and the bias with zeros.
 ---@param inputs integer
 ---@param outputs integer
 ---@param options? {bias?: boolean, dtype?: string} bias: default true. dtype: default "fp32".
@@ -143,14 +146,14 @@ local COLUMN = { bias = "boolean", dtype = "string", gather_output = "boolean", 
 local Column = nn_module.class("ColumnParallelLinear", modules.DistributedModule)
 parallel.ColumnParallelLinear = Column
 
---- Creates a layer x weight^T + bias whose outputs are sharded over the ranks. bmt.init_parameters fills it like
---- Linear.
+--- Creates a layer x weight^T + bias whose outputs are sharded over the ranks. bmt.init_parameters fills its parameters
+--- as it does for Linear.
 ---@param inputs integer
 ---@param outputs integer a multiple of t
 ---@param options? {bias?: boolean, dtype?: string, gather_output?: boolean, gather_input?: boolean,
---- async_gather_chunks?: integer} gather_output: the result has all outputs (default false). gather_input: the input
---- has this rank's rows (default true if ranks share the rows); otherwise the input has all rows and is equal on all
---- ranks. async_gather_chunks: see async_chunks of OpParallelLinear.
+--- async_gather_chunks?: integer} gather_output: whether the result has all outputs (default false). gather_input:
+--- whether the input has only this rank's rows (default true if ranks share the rows). Otherwise the input has all rows
+--- and is equal on all ranks. async_gather_chunks: see async_chunks of OpParallelLinear.
 function Column:init(inputs, outputs, options)
   options = caller.options(options, "bmt.nn.ColumnParallelLinear", COLUMN)
   local pieces = fill_part(self, inputs, outputs, 0, options, "async_gather_chunks")
@@ -175,14 +178,15 @@ local ROW = { bias = "boolean", dtype = "string", split_input = "boolean", all_r
 local Row = nn_module.class("RowParallelLinear", modules.DistributedModule)
 parallel.RowParallelLinear = Row
 
---- Creates a layer x weight^T + bias whose inputs are sharded over the ranks. All ranks have the bias.
---- bmt.init_parameters fills it like Linear.
+--- Creates a layer x weight^T + bias whose inputs are sharded over the ranks. All ranks have the whole bias.
+--- bmt.init_parameters fills its parameters as it does for Linear.
 ---@param inputs integer a multiple of t
 ---@param outputs integer
 ---@param options? {bias?: boolean, dtype?: string, split_input?: boolean, all_reduce_output?: boolean, async_chunks?:
---- integer} split_input: the input has this rank's rows with all inputs, and is gathered and split. With false
---- (default), the input has all rows with this rank's inputs. all_reduce_output: each rank gets all rows of the result.
---- If ranks share the rows, the default is false, and each rank gets its own rows. async_chunks: see OpParallelLinear.
+--- integer} split_input: if true, the input has this rank's rows and all columns, and is gathered and split. If false
+--- (default), the input has all rows and this rank's columns. all_reduce_output: whether each rank gets all rows of the
+--- result. If ranks share the rows, the default is false, and each rank gets its own rows. async_chunks: see
+--- OpParallelLinear.
 function Row:init(inputs, outputs, options)
   options = caller.options(options, "bmt.nn.RowParallelLinear", ROW)
   local pieces = fill_part(self, inputs, outputs, 1, options, "async_chunks")
@@ -226,8 +230,8 @@ function Vocabulary:init(words, width, options)
     tp_mode = true, tp_split_dim = 0 })
 end
 
--- Returns the embedding vectors for indices. If ranks share the rows, each rank has its own indices, and all ranks have
--- the same number of them.
+-- Returns the embedding vectors for indices. If ranks share the rows, each rank has its own indices. All ranks have the
+-- same number of indices.
 local function look_up(self, group, index)
   local weight = self.weight
   local function own(x) return native.ops.embedding(weight, x, nil, group:rank() * weight:size(0), self.words) end
@@ -239,9 +243,10 @@ local function look_up(self, group, index)
   return group:scattered(own(all))
 end
 
---- Returns the embedding vectors for indices or, with projection, the logits for this rank's shard of the vocabulary.
----@param x ps.Tensor indices [...], which are those of this rank's rows if ranks share the rows. With projection, [n,
---- width] or [B, T, width], or [n / t, width] or [B, T / t, width] if ranks share the rows
+--- Returns the embedding vectors for indices. With projection, returns the logits for this rank's shard of the
+--- vocabulary.
+---@param x ps.Tensor indices [...]. If ranks share the rows, they are the indices of this rank's rows. With projection,
+--- x is [n, width] or [B, T, width]. If ranks share the rows, it is then [n / t, width] or [B, T / t, width]
 ---@param projection? boolean whether to compute logits (default false)
 ---@return ps.Tensor [..., width], or [n, words / t] or [B, T, words / t] with projection
 function Vocabulary:forward(x, projection)

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A run of ps.bmt, from init_distributed to close. BMTrain's scripts make their model without telling the engine
--- first, so the engine is opened in two steps. The first distributed parameter, whose dtype decides the precision,
--- opens its chunks, and parameters are staged as they are made. The first call of the model for training gives the
--- engine the model and the optimizers of the OptimManager. From then on a call of the model is a forward of the
--- engine's step.
+-- A run of ps.bmt, from init_distributed to close. BMTrain's scripts create their model without the engine, so the
+-- engine is opened in two steps. First, the script creates its first distributed parameter. The dtype of this parameter
+-- selects the precision, and the engine opens its chunks. Parameters are moved into the chunks as they are created.
+-- Second, the script calls the model for training for the first time. The engine then receives the model and the
+-- optimizers of the OptimManager. Each later call of the model is a forward of the engine's step.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
@@ -28,21 +28,22 @@ local session = {}
 ---@class ps.bmt.Session
 ---@field group ps.Group the group of all ranks
 ---@field config table the engine's configuration
----@field quiet boolean?
+---@field quiet boolean? the option quiet of init_distributed
 ---@field engine ps.Engine|false
 ---@field module ps.nn.Module|false the engine's model
 ---@field dtype string|false the dtype of all parameters
 ---@field inside boolean whether a call of the model is in progress
----@field manager ps.bmt.OptimManager|false the manager to which optimizers were added
----@field groups fun(): table[] returns the groups of all the manager's optimizers
----@field taken fun(engine: ps.Engine) called after the engine has received the model and these groups
----@field off fun()|false stops staging parameters
+---@field manager ps.bmt.OptimManager|false the manager that has the optimizers; false before the first optimizer
+---@field groups fun(): table[] returns the groups of all optimizers of the manager
+---@field taken fun(engine: ps.Engine) is called after the engine has received the model and these groups
+---@field off fun()|false a function that stops the staging of new parameters
 ---@field sequence boolean whether ranks along tp share the rows between layers
 ---@field keep_gathered boolean whether backward keeps the rows that the ranks along tp gathered
 ---@field pieces integer number of pieces in which the ranks along tp exchange rows during matrix products
----@field pipe ps.bmt.Pipe|false set if blocks are assigned to stages
----@field stays table<ps.Tensor, boolean> parameters of blocks that have their own zero_level: whether gathered values
---- are kept until the end of the step
+---@field pipe ps.bmt.Pipe|false the pipeline, if blocks are assigned to stages
+---@field stays table<ps.Tensor, boolean> for parameters of blocks with their own zero_level: whether gathered values
+--- are
+--- kept until the end of the step
 ---@field alike table<ps.Tensor, boolean> parameters that are sharded along tp, or whose gradients are equal along tp
 ---@field device string|false the default device before the engine was opened
 local Session = {}
@@ -50,22 +51,22 @@ Session.__index = Session
 
 ---@class ps.bmt.Pipe
 ---@field group ps.Group a group with one rank of each stage
----@field rank integer the stage of this rank, from 0
----@field size integer
+---@field rank integer the stage of this rank, counted from 0
+---@field size integer number of stages
 ---@field micros integer number of micro-batches into which a list of blocks splits the rows of all stages
----@field before ps.Group|false the previous stage and this one
----@field after ps.Group|false this stage and the next one
+---@field before ps.Group|false the group of the previous stage and this stage; false on the first stage
+---@field after ps.Group|false the group of this stage and the next stage; false on the last stage
 ---@field stage_of table<ps.Tensor, integer> the stage of each parameter and buffer of a block
----@field inside table<ps.nn.Module, integer> the stage of each block and its submodules
+---@field inside table<ps.nn.Module, integer> the stage of each block and of its submodules
 ---@field sample number|false the sample number that the last call set
 
 local current                                      -- the current run, or nil
 
---- The sizes and ranks that BMTrain's scripts read from bmt.config. Most are absent before init_distributed.
+--- The sizes and ranks that BMTrain's scripts read from bmt.config. Most are set by init_distributed.
 ---@type table<string, any>
 session.facts = { initialized = false, rank = 0, local_rank = 0, world_size = 1 }
 
--- Configuration keys that calls of ps.bmt determine.
+-- Configuration keys that a script cannot set, because calls of ps.bmt determine their values.
 local DECIDED = { fp16 = "the parameters' type", bf16 = "the parameters' type", optimizer = "bmt.optim",
   scheduler = "bmt.lr_scheduler", gradient_clipping = "OptimManager:clip_grad_norm",
   overlap_optimizer = "OptimManager, whose steps update after backward",
@@ -131,8 +132,8 @@ local function set_facts(pipe_size, tp_size)
   facts.tp_zero_rank = math.floor(e.rank / tp_size)
 end
 
--- Returns the group of the previous stage and this stage, and the group of this stage and the next. Each is false if
--- there is no such stage.
+-- Returns two groups: the group of the previous stage and this stage, and the group of this stage and the next stage. A
+-- group is false if that other stage does not exist.
 local function pairs_of(group)
   local rank, size, made = group:rank(), group:size(), {}
   for odd = 0, 1 do
@@ -153,13 +154,13 @@ local function new_pipe(micros)
     sample = false }
 end
 
---- Joins the other ranks and begins a run, which bmt.close() ends.
+--- Connects to the other ranks and begins a run. bmt.close() ends the run.
 ---@param options? {seed?: integer, zero_level?: integer, init_method?: string, config?: table|string, quiet?: boolean,
 --- backend?: string, timeout?: number, heartbeat?: number, rank?: integer, world_size?: integer, local_rank?: integer,
 --- rendezvous?: string, pipe_size?: integer, tp_size?: integer, num_micro_batches?: integer} seed: default 0.
 --- zero_level: the ZeRO level, 0 to 3 (default 3). tp_size: the number of ranks that share layers (bmt.nn). pipe_size:
---- the number of stages to which blocks are assigned (bmt.PipelineTransformerBlockList). num_micro_batches: how many
---- micro-batches the rows of all stages are split into (default pipe_size). config: keys of ps.initialize's
+--- the number of stages to which blocks are assigned (bmt.PipelineTransformerBlockList). num_micro_batches: the number
+--- of micro-batches into which the rows of all stages are split (default pipe_size). config: keys of ps.initialize's
 --- configuration (memory, device, gradient_accumulation_steps, ...). The other options are those of
 --- ps.init_distributed.
 function session.begin(options)
@@ -196,18 +197,18 @@ function session.begin(options)
   set_facts(pipe_size, tp_size)
 end
 
---- Returns the current run. Raises an error if there is none.
+--- Returns the current run. Raises an error if there is no run.
 ---@param call string the name of the called function
 ---@return ps.bmt.Session
 function session.need(call)
   return current or error(call .. ": call bmt.init_distributed first")
 end
 
---- Returns the current run, or nil if there is none.
+--- Returns the current run, or nil if there is no run.
 ---@return ps.bmt.Session?
 function session.get() return current end
 
---- Ends the run and frees its parameters and optimizers. Another call of init_distributed is possible afterwards.
+--- Ends the run, and frees its parameters and optimizers. Afterwards, init_distributed can be called again.
 function session.close()
   if not current then return end
   local self = current
@@ -228,7 +229,7 @@ function Session:stop_staging()
   create.set_default_device(self.device)
 end
 
--- Opens the engine's chunks for parameters of a dtype.
+-- Opens the engine's chunks for parameters of the given dtype.
 function Session:open(dtype)
   local cfg = { optimizer = { type = dtype == "fp32" and "Adam" or "AdamW", params = { weight_decay = 0 } } }
   for key, value in pairs(self.config) do cfg[key] = value end
@@ -241,7 +242,7 @@ end
 
 local TRAINED = { fp32 = true, bf16 = true, fp16 = true }
 
---- Opens the engine for parameters of this dtype if it is not open yet.
+--- Opens the engine for parameters of this dtype, unless it is already open.
 ---@param dtype string
 ---@param call string
 function Session:ready(dtype, call)
@@ -250,11 +251,12 @@ function Session:ready(dtype, call)
   if not self.engine then self:open(dtype) end
 end
 
---- Moves a parameter into the engine's chunks, unless another stage has it. All ranks get the values of rank 0, or, for
---- a shard, the values of the first rank with that shard.
+--- Moves a parameter into the engine's chunks, unless it belongs to another stage. All ranks get the values of rank 0.
+--- If the parameter is a shard, they get the values of the first rank that has the same shard.
 ---@param tensor ps.Tensor
 function Session:stage(tensor)
-  if session.elsewhere(tensor) or tensor:device() == "meta" then return end    -- on meta before its file is mapped
+  -- A parameter is on device meta until its file is mapped.
+  if session.elsewhere(tensor) or tensor:device() == "meta" then return end
   if tensor:dtype() ~= self.dtype then
     error(("a parameter is %s, but the first one was %s: all parameters of a model of ps.bmt must have one "
       .. "dtype"):format(
@@ -270,7 +272,7 @@ function Session:stage(tensor)
 end
 
 --- Moves all remaining parameters of a module into chunks. Parameters that were created before the engine was opened
---- can be on another device.
+--- may be on another device, so the module is moved to the engine's device first.
 ---@param module ps.nn.Module
 ---@param call string
 function Session:stage_all(module, call)
@@ -279,9 +281,9 @@ function Session:stage_all(module, call)
   for _, param in ipairs(module:parameters()) do self:stage(param) end
 end
 
---- Assigns a block to a stage. This rank keeps no values for blocks of other stages.
+--- Assigns a block to a stage. This rank stores no values for blocks of other stages.
 ---@param block ps.nn.Module
----@param stage integer the stage, from 0
+---@param stage integer the stage, counted from 0
 function Session:deal(block, stage)
   local pipe = self.pipe
   for _, module in block:named_modules() do pipe.inside[module] = stage end
@@ -301,7 +303,7 @@ function Session:deal(block, stage)
   end
 end
 
---- Returns the stage of a parameter, or nil if the parameter is on this rank's stage.
+--- Returns the stage of a parameter of another stage. Returns nil if this rank's stage has the parameter.
 ---@param tensor ps.Tensor
 ---@return integer? stage
 function session.elsewhere(tensor)
@@ -310,13 +312,13 @@ function session.elsewhere(tensor)
   return stage and stage ~= pipe.rank and tensor:device() == "meta" and stage or nil
 end
 
---- Returns the stage of a block's parameter, or nil if all stages have the parameter.
+--- Returns the stage of a block's parameter. Returns nil if all stages have the parameter.
 ---@param tensor ps.Tensor
 ---@return integer? stage
 function session.stage_of(tensor) return current and current.pipe and current.pipe.stage_of[tensor] end
 
 -- -- the model -------------------------------------------------------------------------------------------------------
--- Returns the model's stages for the engine, or nil if there is one stage.
+-- Returns the model's stages for the engine, or nil if the model has one stage.
 local function stages_for(self, module)
   local pipe = self.pipe
   if not pipe then return nil end
@@ -333,7 +335,7 @@ local function stages_for(self, module)
   return stages.of_itself(module, function(tensor) return pipe.stage_of[tensor] end, pipe.rank, pipe.size)
 end
 
--- Passes the model and the manager's optimizers to the engine.
+-- Gives the model and the manager's optimizers to the engine.
 function Session:take(module)
   local groups, engine = self.groups(), self.engine
   self:stop_staging()
@@ -352,8 +354,8 @@ function Session:take(module)
   self.taken(engine)
 end
 
---- Passes the model to the engine now, if the optimizers have all its trained parameters. Values that are loaded later
---- are then also written to the fp32 masters.
+--- Gives the model to the engine before its first call, if the optimizers have all trained parameters of the model.
+--- Values that are loaded afterwards are then also written to the fp32 masters.
 ---@param module ps.nn.Module
 function session.hand_over(module)
   local self, there = current, {}
@@ -367,8 +369,9 @@ function session.hand_over(module)
   self:take(module)
 end
 
--- Sets the number of this rank's first sample, which seeds dropout. The samples of a pipeline's stages are numbered
--- consecutively, like their rows in the lists of blocks. A loader that the script uses sets the number itself.
+-- Sets the number of this rank's first sample, which determines the dropout masks. The samples of a pipeline's stages
+-- are numbered consecutively, in the order in which the lists of blocks gather their rows. If the script uses a loader,
+-- the loader sets the number itself, and this function does not change it.
 local function number_samples(self, first)
   local rng, pipe = random.state(), self.pipe
   if rng.sample ~= 0 and rng.sample ~= pipe.sample then return end
@@ -383,7 +386,8 @@ local function leave(self, ok, ...)
   return ...
 end
 
---- Runs a call of a DistributedModule from outside all modules. For the trained model this is the engine's forward.
+--- Runs a call of a DistributedModule that does not come from another module. For the trained model, the call is a
+--- forward of the engine.
 ---@param module ps.nn.Module
 ---@param run fun(module: ps.nn.Module, ...): any the function that performs the call
 ---@return any ...
@@ -403,7 +407,7 @@ function session.call(module, run, ...)
   return leave(self, pcall(self.engine.call, self.engine, ...))
 end
 
---- Returns the engine if the module is its model, else the module.
+--- Returns the engine if the module is the engine's model. Otherwise returns the module.
 ---@param module any
 ---@return any
 function session.target(module)

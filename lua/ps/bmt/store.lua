@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- bmt.save and bmt.load: one file with the state dict of the whole model, even if ranks share it.
+-- bmt.save and bmt.load: save the state dict of the whole model to one file, and load it, even if ranks share the
+-- model.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local serialize = require "ps.io.serialize"
@@ -19,7 +20,7 @@ local BIN = parallel.bin_file
 local SAVE = { non_blocking = "boolean" }
 local WRITERS = { pt = BIN, pth = BIN, bin = BIN, ckpt = BIN, safetensors = save.safetensors_file }
 
--- Gathers the whole tensor from the ranks along tp that share it.
+-- Returns the whole tensor of a parameter that the ranks along tp share, gathered from their shards.
 local function joined(own, desc)
   local group, shards = mesh.group "tp", {}
   local all = create.empty({ group:size(), own:numel() }, { dtype = own:dtype() })
@@ -28,7 +29,7 @@ local function joined(own, desc)
   return shard.join(desc, shards)
 end
 
--- Returns a copy of a parameter in memory. For a block's parameter, these are the values of its stage.
+-- Returns a copy of a parameter in memory. If it is a parameter of a block, all stages get the values of its stage.
 local function value_of(tensor)
   local stage = session.stage_of(tensor)
   local copy = session.elsewhere(tensor) and create.empty(tensor:shape(), { dtype = tensor:dtype(), device = "cpu" })
@@ -36,8 +37,8 @@ local function value_of(tensor)
   return stage and mesh.group "pp":broadcast(copy, stage) or copy
 end
 
--- Returns the state of a model that has no engine yet. Rank 0 has the whole state in memory, and the other ranks have
--- none of it. Reading a parameter gathers it, so all ranks read all parameters.
+-- Returns the state of a model that has no engine yet. On rank 0, the whole state is in memory. On other ranks, no part
+-- of it is. All ranks read all parameters, because reading a parameter gathers it.
 local function gathered(model, rank)
   local state, names, all = {}, {}, model:state_dict { tied = false }
   for name in pairs(all) do names[#names + 1] = name end
@@ -52,12 +53,13 @@ local function gathered(model, rank)
   return state
 end
 
---- Writes the model's values to one file as a dict of tensors: .pt, .pth, .bin or .ckpt in PyTorch's format, or
---- .safetensors. For a model in training, these are the fp32 values (masters). Only rank 0 writes, piece by piece. All
---- ranks call this function between two steps. An error on one rank is raised on all ranks.
+--- Writes the model's values to one file, as a dict of tensors. The file's suffix selects the format: .pt, .pth, .bin
+--- and .ckpt are PyTorch's format, and .safetensors is safetensors. For a model in training, the values are the fp32
+--- values (masters). Only rank 0 writes, piece by piece. All ranks call this function between two steps. An error on
+--- one rank is raised on all ranks.
 ---@param model ps.nn.Module
 ---@param file_name string
----@param options? {non_blocking?: boolean} non_blocking: true is an error
+---@param options? {non_blocking?: boolean} non_blocking: true raises an error
 function store.save(model, file_name, options)
   options = caller.options(options, "bmt.save", SAVE)
   caller.typed(file_name, "string", "bmt.save: the file")
@@ -81,15 +83,16 @@ function store.save(model, file_name, options)
   if target.micro > 0 then
     error "bmt.save writes the state between steps: call it after OptimManager:step(), or zero_grad()"
   end
-  agree.run(group, function() return save.entries(target) end)       -- raises an error of one rank on all ranks
+  agree.run(group, function() return save.entries(target) end)       -- raises one rank's error on all ranks
   save.write(file_name, save.whole(target), writer, group)
 end
 
 local LOAD = { strict = "boolean" }
 
 --- Copies the values of a file from bmt.save or torch.save into the model, one tensor at a time. All ranks call this
---- function and read the file. A step in progress is abandoned. After an OptimManager has received the model's
---- optimizers, the fp32 values of the file go to the masters of half parameters. Before that, the values are rounded.
+--- function and read the file. A step in progress is abandoned. If an OptimManager has received the model's optimizers,
+--- the fp32 values of the file are written to the masters of bf16 and fp16 parameters. Otherwise the values are
+--- rounded.
 ---@param model ps.nn.Module
 ---@param file_name string
 ---@param options? {strict?: boolean} strict: whether missing and unexpected names are errors (default true)
@@ -101,7 +104,7 @@ function store.load(model, file_name, options)
   local target, group = session.target(model), mesh.group "world"
   local file = agree.run(group, function() return serialize.load(file_name, { lazy = true }) end)
   local function load() return target:load_state_dict(file, { strict = options.strict }) end
-  if handle.of(target) then return load() end            -- the engine raises an error of one rank on all ranks
+  if handle.of(target) then return load() end            -- the engine raises one rank's error on all ranks
   return agree.run(group, load)
 end
 

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's small helpers for training scripts: prints, and running averages.
+-- BMTrain's helpers for training scripts, which print texts and compute running averages.
 local devices = require "ps.core.devices"
 local views = require "ps.memory.views"
 local caller = require "ps.core.caller"
@@ -7,9 +7,9 @@ local dist = require "ps.dist"
 
 local utils = {}
 
-local WIDTH = 60                                 -- width of a block in columns
+local WIDTH = 60                                 -- width of a printed block in columns
 
---- Prints a title between "=" signs in a line of 60 columns, and a text below it.
+--- Prints a line of 60 columns with a title between "=" signs, and then a text.
 ---@param title string
 ---@param content? string
 function utils.print_block(title, content)
@@ -21,7 +21,7 @@ function utils.print_block(title, content)
   io.stdout:flush()
 end
 
---- Prints a title and below it a table's values, sorted by name.
+--- Prints a title, and then the entries of a table, sorted by name.
 ---@param title string
 ---@param content table<any, any>
 function utils.print_dict(title, content)
@@ -36,7 +36,7 @@ function utils.print_dict(title, content)
   utils.print_block(title, table.concat(lines, "\n"))
 end
 
---- Prints a message and the memory in use (ps.memory) on rank 0, and resets the peak.
+--- On rank 0, prints a message and the memory in use (ps.memory). Resets the peak of the memory in use.
 ---@param message string
 function utils.see_memory(message)
   if dist.rank() == 0 then
@@ -47,8 +47,8 @@ function utils.see_memory(message)
 end
 
 ---@class ps.bmt.AverageRecorder
----@field value number the average, which is start_value before the first record
----@field alpha number
+---@field value number the average; before the first record, it is start_value
+---@field alpha number the decay factor
 local AverageRecorder = {}
 local Recorder = { __index = function(self, key)
   if key ~= "value" then return AverageRecorder[key] end
@@ -56,14 +56,15 @@ local Recorder = { __index = function(self, key)
   return steps == 0 and sum or sum / (1 - self.alpha ^ steps)
 end }
 
---- Adds a value. The sum becomes alpha sum + (1 - alpha) v, and the average is the sum / (1 - alpha^records).
+--- Adds a value v. The sum becomes alpha * sum + (1 - alpha) * v. The average is sum / (1 - alpha^records).
 ---@param v number
 function AverageRecorder:record(v)
   self.sum = self.sum * self.alpha + v * (1 - self.alpha)
   self.steps = self.steps + 1
 end
 
---- Creates a running average that decays exponentially with each record: recorder:record(v), recorder.value.
+--- Creates a running average in which the weight of a record decays exponentially. Use recorder:record(v) and
+--- recorder.value.
 ---@param alpha? number the decay factor (default 0.9)
 ---@param start_value? number the initial average (default 0)
 ---@return ps.bmt.AverageRecorder

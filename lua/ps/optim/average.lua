@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Moves the parameters of schedule-free optimizers between their values for training and for evaluation: eval() moves
--- each parameter to its average, and train() moves it back. As in the package schedulefree, a group's field train_mode
--- tells which values it holds. If a call fails in the middle, another call moves the remaining parameters.
+-- Switches the parameters of schedule-free optimizers between their values for training and for evaluation. eval()
+-- moves each parameter to its average, and train() moves it back. As in the package schedulefree, the field train_mode
+-- of a group says which values its parameters hold. If a call fails halfway, another call moves the remaining
+-- parameters.
 local entries_of = require "ps.optim.entries"
 local native = require "ps.core.ffi"
 local optimizers = require "ps.optimizers"
@@ -10,14 +11,14 @@ local error = require("ps.core.caller").error
 
 local average = {}
 
--- Returns how a group's parameters move, or nil if training and evaluation use the same values.
+-- Returns how the parameters of a group move, or nil if training and evaluation use the same values.
 local function how_of(group)
   local made = optimizers.of_group(group)
   return made and made.average
 end
 
---- Returns whether an optimizer has groups whose values differ between training and evaluation. Also returns whether
---- one of these groups now holds its values for training.
+--- Returns whether an optimizer has groups whose values for training and evaluation differ. Also returns whether one of
+--- these groups now has its values for training.
 ---@param optimizer {groups: table[]}
 ---@return boolean differs
 ---@return boolean trains
@@ -29,7 +30,7 @@ function average.of(optimizer)
   return differs, trains
 end
 
---- Raises an error if parameters hold averages, which a step cannot update.
+--- Raises an error if parameters hold averages, because a step cannot update averages.
 ---@param optimizer {groups: table[]}
 ---@param kind string name of the optimizer
 function average.check_trains(optimizer, kind)
@@ -45,10 +46,11 @@ function average.check_trains(optimizer, kind)
   end
 end
 
---- Moves the parameters to their averages, or back.
+--- Moves the parameters to their averages, or back to their values for training.
 ---@param optimizer {groups: table[]}
----@param train boolean whether to move them back
----@param items_of fun(number: integer): any[] returns the parameters of a group, from 1, in the optimizer's own form
+---@param train boolean whether to move them back to their values for training
+---@param items_of fun(number: integer): any[] returns the parameters of group `number`, counted from 1, in the
+--- optimizer's own form
 ---@param move fun(item: any, state: string, weight: number) moves a parameter toward a state by `weight`
 function average.switch(optimizer, train, items_of, move)
   for number, group in ipairs(optimizer.groups) do
@@ -88,8 +90,8 @@ function average.switch_plain(optimizer, train)
   end)
 end
 
---- Returns how to compute the averages of a model that is loaded without its optimizer, by parameter name: text with
---- the name of a state and the fraction by which to move toward it.
+--- Returns how to compute the averages of a model that is loaded without its optimizer. Maps each parameter's name to a
+--- text with the name of a state, and the fraction by which the parameter moves toward this state.
 ---@param entries {group: table}[] the parameters
 ---@param names string[]
 ---@return table<string, string>? nil if the parameters hold the values for evaluation

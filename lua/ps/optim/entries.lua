@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The parameters of an optimizer in plain memory, with the types and shapes of their states and their names in saved
--- states. An entry is one parameter: { param, group, name, t (updates so far), master, and a tensor for each state }.
+-- Manages the parameters of an optimizer in plain memory: the types and shapes of their states, and their names in
+-- saved states. An entry describes one parameter: { param, group, name, t (number of updates so far), master, and a
+-- tensor for each state }.
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
 local sharded = require "ps.nn.sharded"
@@ -11,7 +12,7 @@ local error = caller.error
 local entries = {}
 local address = nn_module.address
 
---- Returns the dtype of a parameter's states and master. A parameter with this dtype is its own master.
+--- Returns the dtype of the states and the master of a parameter. A parameter of this dtype is its own master.
 ---@param param ps.Tensor
 ---@return string
 function entries.state_dtype(param) return param:dtype() == "fp64" and "fp64" or "fp32" end
@@ -27,7 +28,8 @@ function entries.states_of(entry)
   return optimizers.states_for(states, entry.param:shape())
 end
 
---- Creates a parameter's state when it first has a gradient. Returns the states that the parameter needs.
+--- Creates the state of a parameter when the parameter has a gradient for the first time. Returns the states that the
+--- parameter needs.
 ---@param entry table
 ---@return table[]
 function entries.prepare(entry)
@@ -47,7 +49,8 @@ function entries.prepare(entry)
   return states
 end
 
---- Returns the parameters' names in a saved state: those in the model, or "0", "1", ... without a model.
+--- Returns the names of the parameters in a saved state. With a model, these are the names in the model. Otherwise they
+--- are "0", "1", ...
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@return string[]
@@ -62,7 +65,7 @@ function entries.names_for(self, model)
   return names
 end
 
---- Returns the parameters' names when the optimizer was created, or nil if some had none.
+--- Returns the names that the parameters had when the optimizer was created, or nil if some had none.
 ---@param self ps.Optimizer
 ---@return string[]?
 function entries.own_names(self)
@@ -74,8 +77,9 @@ function entries.own_names(self)
   return names
 end
 
---- Returns the parameters' names in a saved state. In a state that was saved without a model, these are indices. If
---- both the state and this optimizer know names, a parameter gets the index that its name had in the state.
+--- Returns the names of the parameters in a saved state. If the state was saved without a model, these are indices. If
+--- both the state and this optimizer have names for the parameters, a parameter gets the index of its name in the
+--- state.
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@param values table the values of the saved state
@@ -96,8 +100,8 @@ function entries.saved_names(self, model, values)
   return names
 end
 
---- Returns this rank's shard of a saved state tensor, on the parameter's device. Raises an error if the tensor has
---- another type or shape than required.
+--- Returns this rank's shard of a saved state tensor, on the parameter's device. Raises an error if the tensor does not
+--- have the required type and shape.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param param ps.Tensor

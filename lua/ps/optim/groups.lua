@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Parameter groups, for the optimizers of ps.optim and of engines. Scripts may change a group's settings between steps.
--- This file sets the learning rates of groups. It checks settings: out of range, an update would go uphill or make NaN.
--- It converts settings to text for saved states, and finds the group of an engine's parameter.
+-- This file sets the learning rates of groups and converts settings to text for saved states. It finds the group of an
+-- engine's parameter. It also checks settings, because settings out of range can increase the loss or produce NaN.
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
 local copied = require "ps.core.copied"
@@ -15,11 +15,11 @@ local error = caller.error
 
 local groups = {}
 
--- name components of matrices outside of a model's layers: embeddings and heads
+-- Name components of matrices that are outside a model's layers: embeddings and heads.
 local OUTSIDE = { "emb", "wte", "wpe", "head", "classifier", "score", "pooler" }
 
---- Returns the default groups of an optimizer that updates only matrices: the matrices inside the model, and all other
---- parameters, with another optimizer.
+--- Returns the default groups of an optimizer that updates only matrices. The first group has the matrices inside the
+--- model. The second group has all other parameters and uses another optimizer.
 ---@param kind string
 ---@return table[]? nil if one group has all parameters
 function groups.split(kind)
@@ -33,7 +33,7 @@ function groups.split(kind)
   return { { match = inside, optimizer = kind }, { optimizer = made.rest } }
 end
 
---- Returns the groups of a module's parameters for an optimizer of this kind: one, or those of groups.split.
+--- Returns the groups of a module's parameters for an optimizer of this kind: a single group, or those of groups.split.
 ---@param kind ps.optimizers.Description
 ---@param module ps.nn.Module
 ---@return table[]
@@ -67,12 +67,13 @@ function groups.check_parameter(group, name, param, cut)
   end
 end
 
---- Returns the settings of a group, with PyTorch's names.
+--- Returns the names of a group's settings, which are PyTorch's names.
 ---@param group table
 ---@return string[]
 function groups.settings(group) return optimizers.of_group(group).settings end
 
---- Returns the names of a group's saved fields: its optimizer's settings, and the fields that cannot be set.
+--- Returns the names of the group's fields that are saved: the settings of its optimizer, and the fields that scripts
+--- cannot set.
 ---@param group table
 ---@return string[]
 function groups.saved_keys(group)
@@ -81,7 +82,7 @@ function groups.saved_keys(group)
   return keys
 end
 
---- Returns the names of a group's fields in PyTorch's form: its optimizer's settings and counters.
+--- Returns the names of the group's fields in PyTorch's form: the settings and the counters of its optimizer.
 ---@param group table
 ---@return string[]
 function groups.read_keys(group)
@@ -91,7 +92,7 @@ function groups.read_keys(group)
   return keys
 end
 
---- Describes the error in a group's settings, or returns nil.
+--- Describes the error in a group's settings. Returns nil if there is no error.
 ---@param group table
 ---@return string?
 function groups.problem(group)
@@ -100,7 +101,7 @@ function groups.problem(group)
     or made.problem and made.problem(group) or nil
 end
 
--- Describes a value of a wrong type.
+-- Returns a text that describes the type of a value.
 local function kind_of(value)
   local meta = type(value) == "table" and getmetatable(value)
   local class = type(meta) == "table" and meta.ps_class
@@ -108,7 +109,7 @@ local function kind_of(value)
   return is_tensor(value) and "a tensor" or value == nil and "nil" or "a " .. type(value)
 end
 
---- Checks the first argument of an optimizer, if it is not a module.
+--- Checks the first argument of an optimizer when it is not a module.
 ---@param params any
 ---@param kind string name of the optimizer
 function groups.check_given(params, kind)
@@ -140,7 +141,7 @@ function groups.check_given(params, kind)
   end
 end
 
---- Raises an error if the argument of optimizer:step is a function, which PyTorch would call.
+--- Raises an error if the argument of optimizer:step is a function. PyTorch would call it.
 ---@param given any
 function groups.check_closure(given)
   if type(given) ~= "function" then return end
@@ -151,11 +152,11 @@ local LIST = { __index = function(_, key)
   if key == 0 then error("optimizer.param_groups[0]: lists in Lua count from 1: optimizer.param_groups[1]") end
 end }
 
---- Raises an error for a value that cannot get a gradient: an optimizer needs float tensors that no op made. A frozen
---- parameter is accepted, since it may train later.
+--- Raises an error for a value that cannot have a gradient. An optimizer needs floating-point tensors that are not
+--- results of ops. A frozen parameter is accepted, because it may be trained later.
 ---@param p any
 ---@param name? string
----@param i integer index in the list, from 1
+---@param i integer index in the list, counted from 1
 ---@param what string the optimizer and the group, such as "AdamW, group 1"
 function groups.check_trainable(p, name, i, what)
   local which = ("%s, %s"):format(what, name or "parameter " .. i)
@@ -186,8 +187,9 @@ function groups.check(list, kind)
 end
 
 -- -- rates -----------------------------------------------------------------------------------------------------------
--- Returns the optimizer's own rate (base_lr): the rate with which it was created, or else the rate that all groups
--- share, or false. Schedules and set_lr start from each group's initial rate (initial_lr).
+-- Returns the optimizer's own rate (base_lr). This is the rate that was given when it was created. If none was given,
+-- it is the rate that all groups have, or false if their rates differ. Schedules and set_lr start from each group's
+-- initial rate (initial_lr).
 local function base_of(list, given)
   local alike = true
   for _, group in ipairs(list) do alike = alike and group.initial_lr == list[1].initial_lr end
@@ -196,9 +198,9 @@ local function base_of(list, given)
   return given
 end
 
-local told_zero = setmetatable({}, { __mode = "k" })        -- whether the note was printed, by list of groups
+local told_zero = setmetatable({}, { __mode = "k" })        -- maps a list of groups to whether the note was printed
 
---- Returns whether this process prints the notes on an optimizer.
+--- Returns whether this process prints notes about an optimizer.
 ---@param optimizer {engine?: ps.Engine}
 ---@return boolean
 function groups.prints(optimizer)
@@ -206,7 +208,7 @@ function groups.prints(optimizer)
   return not (world and world:rank() > 0 or engine and engine.quiet)
 end
 
---- Prints a note at the first step if all rates are 0, were 0 from the start, and have no schedule.
+--- Called at the first step. Prints a note if all rates are 0, were 0 from the start, and have no schedule.
 ---@param optimizer {groups: table[], engine?: ps.Engine}
 function groups.tell_zero(optimizer)
   if told_zero[optimizer.groups] then return end
@@ -218,20 +220,21 @@ function groups.tell_zero(optimizer)
     #optimizer.groups > 1 and " in all groups" or ""))
 end
 
---- Records that the rates have a schedule, which may begin at 0.
+--- Records that the rates have a schedule. A schedule may begin with a rate of 0.
 ---@param optimizer {groups: table[]}
 function groups.scheduled(optimizer) told_zero[optimizer.groups] = true end
 
--- Records the rates that psluajit itself set, so that a script's assignments can be detected.
+-- Records the rates that psluajit itself has set, so that assignments by a script can be detected.
 local function note_rates(list)
   for _, group in ipairs(list) do group.known_lr = group.lr end
 end
 
--- Other names for settings. As fields of an optimizer or a group they would have no effect.
+-- Other names for settings. A field with such a name would have no effect on an optimizer or a group.
 local ALIAS = { learning_rate = "lr", rate = "lr", beta = "betas", beta1 = "betas", beta2 = "betas", epsilon = "eps",
   wd = "weight_decay", decay = "weight_decay" }
 
--- Returns the setting of which a key is a misspelling, or nil. "lr0" and "momentum_start" are not misspelt.
+-- If a key is a misspelling of a setting, returns the setting. Otherwise returns nil. A longer name such as "lr0" or
+-- "momentum_start" is not a misspelling.
 local function misspelt(key, settings)
   if type(key) ~= "string" then return nil end
   local near = nearest.find(key, settings)
@@ -258,7 +261,7 @@ function groups.begin_rates(optimizer, given)
   optimizer.given_lr, optimizer.base_lr = given, base_of(optimizer.groups, given)
 end
 
---- Makes rates that the script assigned to groups their initial rates, because a schedule begins.
+--- Called when a schedule begins. If a script has assigned rates to groups, these rates become the initial rates.
 ---@param optimizer {groups: table[]}
 function groups.renew_rates(optimizer)
   groups.scheduled(optimizer)
@@ -268,7 +271,7 @@ function groups.renew_rates(optimizer)
   optimizer.base_lr = base_of(optimizer.groups, optimizer.given_lr)
 end
 
---- Returns the groups' rates as text, and whether they are all equal.
+--- Returns the groups' rates as text, and whether all rates are equal.
 ---@param list table[]
 ---@param key? string "lr" (default) or "initial_lr"
 ---@return string text
@@ -295,8 +298,9 @@ function groups.each_rate(optimizer, rate_of)
   note_rates(optimizer.groups)
 end
 
---- Sets the optimizer's rate from the next step on. A group whose initial rate differs from the optimizer's keeps its
---- ratio to it. Raises an error if the groups' rates differ and the optimizer was created without a rate.
+--- Sets the optimizer's rate for the next and all later steps. If a group's initial rate differs from the optimizer's
+--- rate, the group's rate is scaled by the same ratio. Raises an error if the groups' rates differ and the optimizer
+--- was created without a rate.
 ---@param optimizer {groups: table[], base_lr: number|false}
 ---@param lr number
 ---@param call? string name of the call in messages (default "optimizer:set_lr")
@@ -312,7 +316,7 @@ function groups.set_lr(optimizer, lr, call)
   groups.each_rate(optimizer, function(group) return base == 0 and lr or lr * (group.initial_lr / base) end)
 end
 
--- Performs optimizer.lr = lr.
+-- Implements the assignment optimizer.lr = lr.
 local function assign_lr(optimizer, lr)
   check_lr(lr, "optimizer.lr")
   local text, alike = groups.rates(optimizer.groups)
@@ -323,7 +327,7 @@ local function assign_lr(optimizer, lr)
   groups.each_rate(optimizer, function() return lr end)
 end
 
--- Returns optimizer.lr.
+-- Returns the value of optimizer.lr.
 local function read_lr(optimizer)
   local list = rawget(optimizer, "groups")
   if not list or not list[1] then return nil end
@@ -334,7 +338,7 @@ end
 
 local SETTINGS = caller.sorted_names(types.OPTIMIZER)
 
--- Raises an error for a setting that a script assigns to an optimizer instead of its groups.
+-- Raises an error if a script assigns a setting to an optimizer. Settings belong to the optimizer's groups.
 local function refuse_setting(optimizer, key)
   local name = ALIAS[key] or misspelt(key, SETTINGS) or key
   if not types.OPTIMIZER[name] then return end
@@ -352,7 +356,8 @@ local function refuse_setting(optimizer, key)
   end
 end
 
---- Sets __index and __newindex of optimizers. param_groups is PyTorch's name for groups; lr is the rate of all groups.
+--- Sets __index and __newindex of optimizers. The field param_groups is PyTorch's name for groups. The field lr is the
+--- rate of all groups.
 ---@param methods table
 ---@param instance table the metatable to change
 ---@return table instance
@@ -377,8 +382,8 @@ function groups.fields(methods, instance)
 end
 
 -- -- saved -----------------------------------------------------------------------------------------------------------
---- Converts settings to a form that JSON stores bit for bit: numbers become text, and lists of numbers (betas) become
---- text with blanks between the numbers.
+--- Converts settings to a form that JSON stores without loss. Numbers become text. A list of numbers, such as betas,
+--- becomes a text with blanks between the numbers.
 ---@param group table
 ---@param keys string[]
 ---@return table<string, string|boolean>
@@ -396,7 +401,7 @@ function groups.to_text(group, keys)
   return kept
 end
 
---- Describes why saved groups do not match a list of groups, or returns nil if they match.
+--- Describes why saved groups do not match a list of groups. Returns nil if they match.
 ---@param list table[]
 ---@param saved table[]
 ---@return string?
@@ -405,7 +410,7 @@ function groups.mismatch(list, saved)
   return ("the saved optimizer has %d groups, but this one has %d"):format(#saved, #list)
 end
 
---- Loads settings in the form of to_text.
+--- Loads settings that to_text has converted.
 ---@param list table[]
 ---@param saved table[] saved settings of each group
 function groups.from_text(list, saved)
@@ -422,12 +427,13 @@ function groups.from_text(list, saved)
   note_rates(list)
 end
 
---- Records rates that were loaded, so that they do not count as assignments by the script.
+--- Records the rates that were loaded, so that they do not count as assignments by the script.
 ---@param list table[]
 function groups.loaded(list) note_rates(list) end
 
 -- -- of engines ------------------------------------------------------------------------------------------------------
---- Returns the groups of a configuration: the settings of its optimizer, changed by the script's param_groups.
+--- Returns the groups that a configuration defines. They have the settings of its optimizer, as changed by the script's
+--- param_groups.
 ---@param optimizer {type: string, params: table} the configuration's section "optimizer"
 ---@param param_groups? table[] nil for one group
 ---@return table[] groups
@@ -450,8 +456,8 @@ function groups.configured(optimizer, param_groups)
   return list
 end
 
---- Returns the states that an engine keeps for a parameter of each group in addition to its fp32 value, by group from
---- 1.
+--- Returns the states that an engine keeps for a parameter of each group in addition to its fp32 value. Groups are
+--- counted from 1.
 ---@param list table[] groups, from groups.configured
 ---@return ps.optimizers.State[][]
 function groups.states(list)
@@ -460,7 +466,8 @@ function groups.states(list)
   return states
 end
 
--- Returns the groups whose match returns true for a parameter. Without any, returns the last group if it has no match.
+-- Returns the indices of the groups whose match returns true for a parameter. If there are none and the last group has
+-- no match, returns the index of the last group.
 local function matches(param_groups, name, param)
   local list = {}
   for number, given in ipairs(param_groups) do
@@ -471,8 +478,8 @@ local function matches(param_groups, name, param)
   return list
 end
 
---- Raises an error if a trained parameter belongs to no group. Prints the parameters that several groups match, and the
---- groups that match none.
+--- Raises an error if a trained parameter belongs to no group. Prints a note about the parameters that several groups
+--- match, and about groups that have a match but get no parameter.
 ---@param param_groups? table[]
 ---@param rows {name: string, param: ps.Tensor}[] all trained parameters
 ---@param note fun(text: string)
@@ -504,7 +511,8 @@ function groups.check_members(param_groups, rows, note)
   end
 end
 
---- Returns the index, from 1, of a parameter's group: the first group whose match returns true, else the last.
+--- Returns the index of a parameter's group, counted from 1. This is the first group whose match returns true, or else
+--- the last group.
 ---@param param_groups? table[]
 ---@param name string
 ---@param param ps.Tensor

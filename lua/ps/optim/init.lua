@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.optim: optimizers for parameters in plain memory (ps.optimizers). State is fp32 (fp64 for fp64 parameters) unless
--- it has a smaller type. A bf16 or fp16 parameter has an fp32 master, made at the first step. A step is a few calls of
--- one fused op, each over a batch of tensors. Gradient clipping, the loss scale and the mean over accumulated gradients
--- are one factor in this op. Only the norm needs a second pass over the gradients.
+-- ps.optim: optimizers for parameters in plain memory (ps.optimizers). Optimizer states are fp32, or fp64 for fp64
+-- parameters, except those with a smaller type. A bf16 or fp16 parameter has an fp32 master, which is created at the
+-- first step. A step calls a fused op a few times, each time for a batch of tensors. A single factor in this op
+-- implements gradient clipping, the loss scale, and the mean over accumulated gradients. Only the norm needs a second
+-- pass over the gradients.
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -27,7 +28,8 @@ local optim = { give_back = norms.give_back, squares = norms.squares, global_nor
 
 local address = nn_module.address
 
---- Returns two parameter groups: tensors of two or more dimensions with weight decay, biases and norms without.
+--- Returns two parameter groups. The first has the tensors of two or more dimensions, with weight decay. The second has
+--- biases and the weights of norms, without weight decay.
 ---@param model ps.nn.Module
 ---@param weight_decay number
 ---@return table[] groups
@@ -50,11 +52,11 @@ end
 ---@field max_norm? number
 ---@field steps integer number of steps, excluding skipped ones
 ---@field trained table<number, true> addresses of the optimizer's parameters
----@field lost? string says which call replaced which parameter by another tensor
----@field gone? {tensor: ps.Tensor, name: string}[] parameters in members that a script has replaced in their modules
----@field taken? {name: string, engine: table} set if ps.initialize adopted a parameter of this name, but not this
+---@field lost? string a text that says which call replaced a parameter with another tensor, and which parameter
+---@field gone? {tensor: ps.Tensor, name: string}[] parameters whose fields in modules a script has set to other tensors
+---@field taken? {name: string, engine: table} is set if ps.initialize adopted a parameter of this name, but not this
 --- optimizer
----@field per_rank? boolean whether, in a group of several ranks, each rank updates from its own gradients
+---@field per_rank? boolean in a group of several ranks, whether each rank updates from its own gradients
 local Optimizer = {}
 groups.fields(Optimizer, Optimizer)
 
@@ -63,7 +65,7 @@ function Optimizer:__tostring()
     function(number) return self.groups[number].params end)
 end
 
--- Checks that a method was called with a colon.
+-- Raises an error if a method was not called with a colon.
 local function called(self, name)
   if getmetatable(self) ~= Optimizer then error(("call optimizer:%s(...) with a colon"):format(name)) end
 end
@@ -77,7 +79,7 @@ end
 local OF_OPTIMIZER = { max_norm = "number", per_rank = "boolean" }
 local OF_GROUP = { params = "any", param_names = "table", optimizer = "string", kind = "string" }
 
--- Checks the settings of an optimizer or of a group. `also` contains the keys that are not settings.
+-- Checks the settings of an optimizer or of a group. `also` contains the keys that are allowed but are not settings.
 local function checked_options(kind, options, call, also)
   local keys = {}
   for key, type_of in pairs(also) do keys[key] = type_of end
@@ -94,7 +96,7 @@ local function defaults_of(made, lr)
   return optimizers.complete(defaults, made)
 end
 
--- Returns the optimizer of a group: the group's own optimizer if its options name one, else the default.
+-- Returns the optimizer of a group. This is the optimizer that the group's options name, or else the default.
 local function kind_of_group(kind, given, what)
   local name = type(given) == "table" and (given.optimizer or given.kind)
   if not name then return kind end
@@ -106,7 +108,7 @@ local function kind_of_group(kind, given, what)
   return optimizers.of(found)
 end
 
--- kind: ps.optimizers.Description
+-- Creates an optimizer. `kind` is a ps.optimizers.Description.
 local function build(kind, params, options)
   options = checked_options(kind, options, kind.name, OF_OPTIMIZER)
   local self = setmetatable({ kind = kind, entries = {}, steps = 0, max_norm = options.max_norm,
@@ -149,7 +151,7 @@ local function build(kind, params, options)
   return self
 end
 
--- Returns the entries that have a gradient, and their gradients.
+-- Returns the entries of parameters that have a gradient, and their gradients.
 local function with_gradient(self)
   local entries, grads = {}, {}
   for _, entry in ipairs(self.entries) do
@@ -161,15 +163,15 @@ local function with_gradient(self)
   return entries, grads
 end
 
--- Appends the tensors of a parameter's update to the op's inputs. The master stands for a state that the parameter
--- lacks.
+-- Appends the tensors for a parameter's update to the inputs of the op. If the parameter does not have a state, the
+-- master is passed in its place.
 local function fill(list, kind, entry, grad, states)
   local n = #list
   list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
   for k = 1, optimizers.takes(kind) do list[n + 3 + k] = states[k] and entry[states[k].name] or entry.master end
 end
 
--- Updates entries. done, if given, is called with each entry after its update.
+-- Updates the parameters of entries. If `done` is given, it is called with each entry after its update.
 local function update(entries, grads, scale, done)
   local first, states = 1, {}
   -- All memory is allocated before the first update.
@@ -192,7 +194,7 @@ local function update(entries, grads, scale, done)
   end
 end
 
---- Returns the norm of an optimizer's gradients, for code that updates without step().
+--- Returns the norm of an optimizer's gradients. This is for code that updates parameters without step().
 ---@param optimizer ps.Optimizer
 ---@return number
 function optim.norm_of(optimizer)
@@ -204,8 +206,8 @@ function optim.norm_of(optimizer)
   end)
 end
 
---- Updates the parameters that have a gradient, for code that updates without step(). If it fails, `done` was called
---- with each updated entry.
+--- Updates the parameters that have a gradient. This is for code that updates parameters without step(). If an update
+--- fails, `done` has already been called with each entry whose update succeeded.
 ---@param optimizer ps.Optimizer
 ---@param scale number a factor on the gradients
 ---@param done fun(entry: table)
@@ -225,8 +227,8 @@ local function end_step()
   scope.end_step()
 end
 
--- Raises an error if there are several ranks: each would update from its own gradients, and their parameters would
--- diverge.
+-- Raises an error if there are several ranks. Each rank would update from its own gradients, so the ranks' parameters
+-- would diverge.
 local function check_ranks(self)
   local group = not self.per_rank and mesh.group "dp"
   if not group then return end
@@ -235,8 +237,8 @@ local function check_ranks(self)
     self.kind.name, group:size()))
 end
 
--- Raises an error if ps.initialize took over a model with parameters of this optimizer: the model's own optimizer
--- updates them.
+-- Raises an error if ps.initialize has adopted a model with parameters of this optimizer, because the model's own
+-- optimizer updates these parameters.
 local function check_taken(self)
   local taken = self.taken and not self.taken.engine.closed and self.taken.name
   for _, entry in ipairs(self.entries) do
@@ -254,8 +256,9 @@ local function check_taken(self)
     taken))
 end
 
--- Prints the parameters that a script has replaced in their modules and that have no gradient: they no longer train.
--- The parameters of a layer that another layer wraps still get gradients and are not printed.
+-- Prints a note about the parameters that a script has replaced in their modules and that have no gradient, because
+-- they are no longer trained. If another layer wraps a layer, the inner layer's parameters still get gradients, so they
+-- are not listed.
 local function tell_gone(self)
   local names = {}
   for _, entry in ipairs(self.gone) do
@@ -272,11 +275,11 @@ end
 local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 
 --- Updates the parameters from their gradients. A parameter without a gradient does not change. If no parameter has a
---- gradient, the step is skipped. The call ends the implicit step scope.
+--- gradient, the step is skipped. The call also ends the implicit scope of the step.
 ---@param options? {max_norm?: number, scaler?: ps.LossScaler, grad_scale?: number} grad_scale: a factor on all
 --- gradients, for example 1 / (number of accumulated batches)
----@return {grad_norm?: number, skipped: boolean} info grad_norm is the norm before clipping, or nil if neither max_norm
---- nor scaler is used
+---@return {grad_norm?: number, skipped: boolean} info grad_norm is the norm before clipping. It is nil if neither
+--- max_norm nor scaler is used.
 function Optimizer:step(options)
   native.check_running "optimizer:step()"
   groups.check_closure(options)
@@ -323,7 +326,7 @@ function Optimizer:step(options)
   return info
 end
 
---- Ends a step, and its scope, without an update. The next step has new dropout masks.
+--- Ends a step and its scope without an update. The next step gets new dropout masks.
 ---@return {skipped: boolean} info
 function Optimizer:skip()
   end_step()
@@ -331,21 +334,21 @@ function Optimizer:skip()
 end
 
 --- Moves the parameters to the averages at which AdamWScheduleFree evaluates the model. Call it before the model is
---- evaluated or saved. With other optimizers, nothing changes.
+--- evaluated or saved. For other optimizers, this function does nothing.
 function Optimizer:eval()
   called(self, "eval")
   average.switch_plain(self, false)
 end
 
---- Moves the parameters back, after eval(), to the values at which gradients are computed. They can differ from the
---- earlier values by rounding. With other optimizers, nothing changes.
+--- After eval(), moves the parameters back to the values at which gradients are computed. These can differ from the
+--- values before eval() by rounding. For other optimizers, this function does nothing.
 function Optimizer:train()
   called(self, "train")
   average.switch_plain(self, true)
 end
 
---- Drops the gradients of all parameters.
----@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
+--- Frees the gradients of all parameters.
+---@param set_to_none? boolean as in PyTorch; only true, the default, is supported
 function Optimizer:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "optimizer:zero_grad")
   called(self, "zero_grad")
@@ -353,18 +356,18 @@ function Optimizer:zero_grad(set_to_none)
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
 end
 
---- Sets the learning rate from the next step on. A group created with another rate keeps its ratio to the optimizer's
---- rate. If the groups' rates differ and the optimizer was created without a rate, raises an error: set
---- optimizer.groups[i].lr instead.
+--- Sets the learning rate for the next and all later steps. If a group was created with another rate, its rate is
+--- scaled by the same ratio. If the groups' rates differ and the optimizer was created without a rate, raises an error.
+--- In this case, set optimizer.groups[i].lr instead.
 ---@param lr number
 function Optimizer:set_lr(lr)
   called(self, "set_lr")
   groups.set_lr(self, lr)
 end
 
---- Returns the state. `tensors` has states by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master), and
---- `values` has values that JSON can store. Without a model, parameters are named "0", "1", ...; `values` then has
---- their real names if the optimizer was created from a module or from optim.groups.
+--- Returns the state. `tensors` maps "<parameter>.<state>" to a state (exp_avg, exp_avg_sq, momentum_buffer, master).
+--- `values` has values that JSON can store. Without a model, parameters are named "0", "1", ... If the optimizer was
+--- created from a module or from optim.groups, `values` then has their real names.
 ---@param model? ps.nn.Module
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function Optimizer:state_dict(model)
@@ -390,7 +393,7 @@ function Optimizer:state_dict(model)
   return { tensors = tensors, values = values }
 end
 
--- Returns a view of the optimizer for optim/state.lua, which implements PyTorch's form.
+-- Returns the optimizer in the form that optim/state.lua expects. That file implements PyTorch's form of states.
 local function for_torch(self)
   local view = { named = entries_of.own_names(self) ~= nil, kind = self.kind.name, steps = self.steps,
     groups = self.groups,
@@ -418,21 +421,22 @@ local function for_torch(self)
   return view
 end
 
---- Returns the state in PyTorch's form, like optimizer:state_dict() of an engine: {state = {[n] = {step, exp_avg,
---- ...}}, param_groups}. load_state_dict of PyTorch's optimizer and of this one accept it. Tensors are not copied.
+--- Returns the state in PyTorch's form, {state = {[n] = {step, exp_avg, ...}}, param_groups}. An engine's
+--- optimizer:state_dict() has the same form. Both PyTorch's optimizer and this one can load it with load_state_dict.
+--- The tensors are not copied.
 ---@return {state: table<integer, table>, param_groups: table[]}
 function Optimizer:torch_state_dict()
   called(self, "torch_state_dict")
   return optimizer_state.torch(for_torch(self), entries_of.own_names(self) ~= nil)
 end
 
--- Returns whether a state, or an open file that contains a state, is in PyTorch's form.
+-- Returns whether a state is in PyTorch's form. The state is a table or an open file.
 local function is_torch(state)
   if type(state.holds) == "function" then return state:holds "param_groups" end
   return state.values == nil and state.param_groups ~= nil
 end
 
--- Loads a state in PyTorch's form, which has no masters: they start from the parameters.
+-- Loads a state in PyTorch's form. This form has no masters, so masters get the values of the parameters.
 local function load_torch(self, state)
   local view = for_torch(self)
   optimizer_state.load(view, state)
@@ -440,8 +444,8 @@ local function load_torch(self, state)
   for _, entry in ipairs(self.entries) do entry.master = nil end
 end
 
---- Loads a result of state_dict. Its tensors are adopted without a copy if they are on their parameter's device. Also
---- loads, and copies, PyTorch's form (torch_state_dict) from tables or an open file.
+--- Loads a result of state_dict. Tensors that are on the device of their parameter are used without a copy. Can also
+--- load PyTorch's form (torch_state_dict), from tables or from an open file. It is copied.
 ---@param state table|ps.TorchFile
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)
@@ -479,7 +483,7 @@ function Optimizer:load_state_dict(state, model)
   end
   for i, entry in ipairs(self.entries) do
     entry.master = nil
-    -- Missing states start from zero.
+    -- States that are missing start with zeros.
     for _, of in ipairs(optimizers.of_group(entry.group).states) do entry[of.name] = nil end
     for key, value in pairs(planned[i]) do
       if nn_module.is_tensor(value) then value:keep() end
@@ -490,9 +494,9 @@ function Optimizer:load_state_dict(state, model)
   self.steps, self.moved = values.steps, nil
 end
 
---- Creates an Adam optimizer, which adds weight_decay to the gradient. per_rank allows step() in a group of several
---- ranks, where it is otherwise an error. Each rank then updates from its own gradients, which the script may have
---- summed.
+--- Creates an Adam optimizer. It adds weight_decay times the parameter to the gradient. In a group of several ranks,
+--- step() is an error unless per_rank is true. With per_rank, each rank updates from its own gradients, which the
+--- script may have summed.
 ---@param params ps.nn.Module|ps.Tensor[]|table[] a module, a list of parameters, or a list of groups {params=, ...}
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number, per_rank?:
 --- boolean}
@@ -513,28 +517,28 @@ function optim.AdamW(params, options) return build(optimizers.of "AdamW", params
 ---@return ps.Optimizer
 function optim.SGD(params, options) return build(optimizers.of "SGD", params, options) end
 
---- Creates an RMSprop optimizer (Tieleman and Hinton 2012), which is PyTorch's without `centered`.
+--- Creates an RMSprop optimizer (Tieleman and Hinton 2012). It is PyTorch's RMSprop without the option `centered`.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, momentum?: number, alpha?: number, eps?: number, weight_decay?: number, max_norm?:
 ---  number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.RMSprop(params, options) return build(optimizers.of "RMSprop", params, options) end
 
---- Creates a Lion optimizer (Chen et al. 2023) with the updates of lion-pytorch.
+--- Creates a Lion optimizer (Chen et al. 2023). Its updates are those of lion-pytorch.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.Lion(params, options) return build(optimizers.of "Lion", params, options) end
 
---- Creates a Lion optimizer whose average has 8 bits, in the format of AdamW8bit.
+--- Creates a Lion optimizer whose average is stored with 8 bits per element, in the format of AdamW8bit.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.Lion8bit(params, options) return build(optimizers.of "Lion8bit", params, options) end
 
---- Creates a Muon optimizer for matrices (Jordan et al. 2024), which is PyTorch's. Pass other parameters in groups with
---- another optimizer: { params = list, optimizer = "AdamW" }. For a module, Muon gets the matrices inside the model in
---- group 1, and AdamW all other parameters in group 2.
+--- Creates a Muon optimizer for matrices (Jordan et al. 2024), with the updates of PyTorch's Muon. Pass other
+--- parameters in groups that have another optimizer: { params = list, optimizer = "AdamW" }. If `params` is a module,
+--- group 1 has the matrices inside the model and uses Muon, and group 2 has all other parameters and uses AdamW.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, weight_decay?: number, momentum?: number, nesterov?: boolean, ns_coefficients?:
 ---  number[], eps?: number, ns_steps?: integer, adjust_lr_fn?: "original"|"match_rms_adamw"|"spectral_unclamped",
@@ -542,15 +546,16 @@ function optim.Lion8bit(params, options) return build(optimizers.of "Lion8bit", 
 ---@return ps.Optimizer
 function optim.Muon(params, options) return build(optimizers.of "Muon", params, options) end
 
---- Creates an Adafactor optimizer (Shazeer and Stern 2018), which is PyTorch's. eps1 and eps2 are PyTorch's pair eps.
+--- Creates an Adafactor optimizer (Shazeer and Stern 2018), with the updates of PyTorch's Adafactor. eps1 and eps2 are
+--- the two numbers of PyTorch's option eps.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, beta2_decay?: number, eps1?: number, eps2?: number, d?: number, weight_decay?: number,
 ---  max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.Adafactor(params, options) return build(optimizers.of "Adafactor", params, options) end
 
---- Creates the Adafactor optimizer of transformers, with the defaults of its Trainer. eps1 and eps2 are the pair eps of
---- transformers.
+--- Creates the Adafactor optimizer of transformers. The defaults are those of its Trainer. eps1 and eps2 are the two
+--- numbers of the option eps in transformers.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, decay_rate?: number, eps1?: number, eps2?: number, clip_threshold?: number,
 ---  weight_decay?: number, scale_parameter?: boolean, relative_step?: boolean, warmup_init?: boolean, max_norm?:
@@ -560,15 +565,16 @@ function optim.HuggingFaceAdafactor(params, options)
   return build(optimizers.of "HuggingFaceAdafactor", params, options)
 end
 
---- Creates a LAMB optimizer (You et al. 2020) with the updates of timm's, but without timm's clipping (max_norm).
+--- Creates a LAMB optimizer (You et al. 2020). Its updates are those of timm's LAMB, but without timm's clipping. Use
+--- max_norm instead.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, grad_averaging?: boolean,
 --- always_adapt?: boolean, trust_clip?: boolean, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.LAMB(params, options) return build(optimizers.of "LAMB", params, options) end
 
---- Creates an AdamW optimizer whose averages have 8 bits, in blocks of 256 elements with one scale per block (Dettmers
---- et al. 2022).
+--- Creates an AdamW optimizer whose averages are stored with 8 bits per element. Each block of 256 elements has one
+--- scale (Dettmers et al. 2022).
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number, per_rank?:
 ---  boolean}
@@ -576,8 +582,7 @@ function optim.LAMB(params, options) return build(optimizers.of "LAMB", params, 
 function optim.AdamW8bit(params, options) return build(optimizers.of "AdamW8bit", params, options) end
 
 --- Creates the schedule-free AdamW optimizer (Defazio et al. 2024) of the package schedulefree. Call optimizer:eval()
---- before evaluation and before the model is saved, and optimizer:train() before the next step. ps.train.run makes
---- these calls.
+--- before the model is evaluated or saved, and optimizer:train() before the next step. ps.train.run makes these calls.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, warmup_steps?: integer, r?:
 --- number, weight_lr_power?: number, max_norm?: number, per_rank?: boolean}

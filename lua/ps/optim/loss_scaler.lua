@@ -1,14 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). A scale is fixed, or
--- adapts: an overflow lowers it, and a window of steps without an overflow raises it. There are two rules. With factors
--- that are powers of 2, scaling and unscaling are exact.
+-- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). A scale is either fixed
+-- or dynamic. An overflow lowers a dynamic scale, and a window of steps without an overflow raises it. If the factors
+-- are powers of 2, scaling and unscaling are exact. There are two rules for dynamic scales.
 --
--- `new` has the settings and the rule of DeepSpeed's fp16 block. An overflow first uses up the hysteresis, then halves
--- the scale. The step after `loss_scale_window` good steps doubles the scale and restores the hysteresis, and so does
--- every further window of good steps. Source: DynamicLossScaler.update_scale in deepspeed/runtime/fp16/loss_scaler.py
--- of DeepSpeed 0.19.6. FP16_Optimizer._update_scale has the same window, but no hysteresis.
+-- `new` has the settings and the rule of DeepSpeed's fp16 section. Overflows first use up the hysteresis. After that,
+-- each overflow halves the scale. After `loss_scale_window` good steps, the next good step doubles the scale and
+-- restores the hysteresis. The same happens after every further window of good steps. Source:
+-- DynamicLossScaler.update_scale in deepspeed/runtime/fp16/loss_scaler.py of DeepSpeed 0.19.6.
+-- FP16_Optimizer._update_scale has the same window, but no hysteresis.
 --
--- `pytorch` is torch.amp.GradScaler: the last step of a window raises the scale, and the next window begins there.
+-- `pytorch` has the rule of torch.amp.GradScaler. The last step of a window raises the scale, and the next window
+-- begins after this step.
 --
 --   local scaler = require("ps.optim.loss_scaler").new { hysteresis = 2 }
 --   scaler:scale_loss(loss):backward(); optimizer:step { scaler = scaler }
@@ -21,15 +23,16 @@ local types = require "ps.core.types"
 local M = {}
 
 ---@class ps.LossScaler
----@field scale number current factor on losses
----@field dynamic boolean
----@field steps integer number of steps, including overflows
----@field last_overflow integer index, from 0, of the step with the last overflow (with PyTorch's rule, also of the last
----  raise), or -1 if there is none
+---@field scale number factor that currently multiplies losses
+---@field dynamic boolean whether the scale changes
+---@field steps integer number of steps, including those that overflowed
+---@field last_overflow integer index, counted from 0, of the last step that overflowed, or -1. With PyTorch's rule, a
+---  step that raised the scale also counts
 ---@field growth number factor by which the scale is raised
----@field backoff number factor on the scale after an overflow
----@field restarts boolean whether a raise begins a new window, as in PyTorch
----@field hysteresis_left integer number of overflows until the scale is lowered, including the last one
+---@field backoff number factor that multiplies the scale after an overflow
+---@field restarts boolean whether a new window begins when the scale is raised, as in PyTorch
+---@field hysteresis_left integer number of overflows, including the one that lowers the scale, until the scale is
+--- lowered
 local LossScaler = require("ps.core.foreign").stand({}, "scaler")
 LossScaler.__index = LossScaler
 
@@ -54,10 +57,11 @@ local function check(key, value)
   end
 end
 
---- Creates a loss scaler with DeepSpeed's rule. loss_scale is 0 for a dynamic scale, else a fixed scale, which an
---- overflow does not change. A step that overflows is skipped. A dynamic scale starts at 2 ^ initial_scale_power, or at
---- initial_scale if given, and is halved down to min_loss_scale. consecutive_hysteresis: every good step restores the
---- hysteresis, not only a window of them. raise_error_at_min_scale: an overflow at the smallest scale is an error.
+--- Creates a loss scaler with DeepSpeed's rule. If loss_scale is 0, the scale is dynamic. Otherwise it is a fixed
+--- scale, which overflows do not change. A step that overflows is skipped. A dynamic scale starts at initial_scale, or
+--- at 2 ^ initial_scale_power. Overflows halve it, but not below min_loss_scale. consecutive_hysteresis: whether every
+--- good step restores the hysteresis, instead of a window of good steps. raise_error_at_min_scale: whether an overflow
+--- at the smallest scale is an error.
 ---@param options? {loss_scale?: number, initial_scale_power?: number, initial_scale?: number, loss_scale_window?:
 --- integer, hysteresis?: integer, consecutive_hysteresis?: boolean, min_loss_scale?: number, raise_error_at_min_scale?:
 --- boolean}
@@ -81,11 +85,12 @@ end
 local PYTORCH = { scale = "number", interval = "whole", growth = "number", backoff = "number" }
 local RANGES = { scale = types.scale, interval = types.integer(1), growth = types.number(1), backoff = types.share }
 
---- Creates a dynamic loss scale for fp16 with PyTorch's rule: halved if a gradient overflows, which skips the step, and
---- doubled after `interval` good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
----@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number} scale: initial scale (default
---- 65536); interval: number of good steps (default 2000); growth: factor after these steps (default 2); backoff: factor
---- after an overflow (default 0.5)
+--- Creates a dynamic loss scale for fp16 with PyTorch's rule. If a gradient overflows, the step is skipped and the
+--- scale is halved. After `interval` good steps, the scale is doubled.
+---   scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
+---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number} scale: the initial scale
+--- (default 65536); interval: number of good steps (default 2000); growth: the factor after these steps (default 2);
+--- backoff: the factor after an overflow (default 0.5)
 ---@return ps.LossScaler
 function M.pytorch(options)
   options = caller.options(options, "optim.GradScaler", PYTORCH)
@@ -97,7 +102,7 @@ function M.pytorch(options)
     steps = 0, last_overflow = -1 }, LossScaler)
 end
 
---- Returns the loss times the scale, for backward.
+--- Returns the loss times the scale. Call backward on the result.
 ---@param loss ps.Tensor
 ---@return ps.Tensor
 function LossScaler:scale_loss(loss)
@@ -118,16 +123,17 @@ local function overflow(self)
   self.last_overflow = self.steps
 end
 
--- Returns whether a good step ends a window.
+-- Returns whether the current step, which is good, ends a window.
 local function window_ends(self)
   local good = self.steps - self.last_overflow                       -- number of good steps, including this one
   if self.restarts then return good >= self.loss_scale_window end
   return good > 1 and (good - 1) % self.loss_scale_window == 0
 end
 
-local MANY = 5                                                        -- number of consecutive skipped steps
+local MANY = 5                                                    -- number of consecutive skipped steps before the note
 
--- Prints a note once if no step has updated the model for a while, and the scale cannot be lowered.
+-- Counts consecutive skipped steps. If several steps in a row were skipped and the scale cannot be lowered, prints a
+-- note once.
 local function count_skipped(self, overflowed)
   self.skipped = overflowed and (self.skipped or 0) + 1 or 0
   if self.skipped < MANY or self.told then return end
@@ -141,8 +147,8 @@ local function count_skipped(self, overflowed)
     .. "learning rate, or train in bf16" or "set loss_scale = 0, which adapts the scale, or a smaller one"))
 end
 
---- Updates the scale after a step. overflowed: whether its gradients overflowed. Optimizer:step calls it.
----@param overflowed boolean
+--- Updates the scale after a step. Optimizer:step calls this function.
+---@param overflowed boolean whether the step's gradients overflowed
 function LossScaler:update(overflowed)
   count_skipped(self, overflowed and (not self.dynamic or self.scale == self.min_loss_scale))
   if not self.dynamic then return end
@@ -159,7 +165,7 @@ end
 
 local KEPT = { "scale", "steps", "last_overflow", "hysteresis_left" }
 
---- Returns the state for a resumed run, as text that preserves every bit.
+--- Returns the state from which a run can resume, as text that preserves all bits.
 ---@return table<string, string>
 function LossScaler:state_dict()
   local state = {}
@@ -167,10 +173,10 @@ function LossScaler:state_dict()
   return state
 end
 
---- Continues from a result of state_dict. A fixed scale keeps its value from the options.
+--- Loads a result of state_dict. A fixed scale keeps the value from the options.
 ---@param state table<string, string|number>
 function LossScaler:load_state_dict(state)
-  if state.good then                               -- the form of optim.GradScaler in older versions
+  if state.good then                               -- the form in which older versions of optim.GradScaler saved
     state = { scale = state.scale, steps = state.good, last_overflow = -1, hysteresis_left = self.hysteresis }
   end
   local numbers = {}

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Learning-rate schedules. A schedule sets the rate of the optimizer's next step when it is created and at every
--- :step(); the loop is  loss:backward(); opt:step(); sched:step().  A skipped step (its gradients overflowed) does not
--- count: call :step() only after a step that was not skipped.
+-- Learning-rate schedules. A schedule sets the rate of the optimizer's next step when it is created, and at each call
+-- of step(). The loop is  loss:backward(); opt:step(); sched:step().  Call sched:step() only after a step that was not
+-- skipped. A step is skipped if its gradients overflowed.
 --
--- With several groups, DeepSpeed's schedules act as in DeepSpeed: WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set
--- one rate for all groups, and WarmupCosineLR multiplies each group's own rate. The schedules of PyTorch
--- (sched_torch.lua) and of Hugging Face (sched_hugging_face.lua) compute each group's rate from its initial one.
--- warmup_cosine, warmup_linear and constant set the optimizer's own rate, and groups with another rate keep their ratio
--- to it (optimizer:set_lr).
+-- Schedules differ in how they set the rates of several groups. The schedules of DeepSpeed act as in DeepSpeed:
+-- WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set one rate for all groups, and WarmupCosineLR multiplies each
+-- group's own rate. The schedules of PyTorch (sched_torch.lua) and of Hugging Face (sched_hugging_face.lua) compute
+-- each group's rate from the group's initial rate. warmup_cosine, warmup_linear and constant set the optimizer's own
+-- rate. The rates of groups with another rate are then scaled by the same ratio (optimizer:set_lr).
 local caller = require "ps.core.caller"
 local foreign = require "ps.core.foreign"
 local schedule = require "ps.optim.schedule"
@@ -32,7 +32,7 @@ end
 
 local WARMUP_TO = { optimizer = "table", max_lr = "number", min_lr = "number", warmup = "number", total = "number" }
 
--- Returns the progress from the end of the warm-up (0) to the last step (1).
+-- Returns the progress between the end of the warm-up, which is 0, and the last step, which is 1.
 local function way(options, count)
   local warmup = options.warmup or 0
   return math.min(1, (count - warmup) / math.max(1, options.total - warmup))
@@ -43,8 +43,8 @@ local function warming(options, count)
   if count < warmup then return options.max_lr * (count + 1) / warmup end
 end
 
---- Returns a schedule in which the rate rises to max_lr in `warmup` steps (Loshchilov and Hutter 2017). Then it falls
---- along half a cosine to min_lr at step `total`.
+--- Returns a schedule in which the rate rises to max_lr during the first `warmup` steps (Loshchilov and Hutter 2017).
+--- Then the rate falls along half a cosine and reaches min_lr at step `total`.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total:
 --- integer}
 ---@param ... any a table with the other options, if the first argument is an optimizer
@@ -59,8 +59,8 @@ function sched.warmup_cosine(options, ...)
   end, nil, { total = options.total })
 end
 
---- Returns a schedule in which the rate rises to max_lr in `warmup` steps, then falls linearly to min_lr at step
---- `total`.
+--- Returns a schedule in which the rate rises to max_lr during the first `warmup` steps. Then the rate falls linearly
+--- and reaches min_lr at step `total`.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total:
 ---  integer}
 ---@param ... any a table with the other options, if the first argument is an optimizer
@@ -76,7 +76,8 @@ end
 
 local CONSTANT = { optimizer = "table", max_lr = "number", warmup = "number" }
 
---- Returns a schedule in which the rate rises to max_lr in `warmup` steps (default 0) and then stays constant.
+--- Returns a schedule in which the rate rises to max_lr during the first `warmup` steps (default 0). Then the rate
+--- stays constant.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, warmup?: integer}
 ---@param ... any a table with the other options, if the first argument is an optimizer
 ---@return ps.Schedule
@@ -95,10 +96,12 @@ order.OneCycle = "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size 
 order.LRRangeTest = "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
   .. "last_batch_iteration"
 
--- DeepSpeed's schedules. Their count lags by one step: the first step has the starting rate, and the second step has
--- the rate for 0 warm-up steps, which is the same. docs/config.md lists the options, which have DeepSpeed's names.
+-- DeepSpeed's schedules. Their step count is one step late: the first step has the starting rate, and the second step
+-- has the rate for 0 warm-up steps, which is the same rate. The options have DeepSpeed's names, and docs/config.md
+-- lists them.
 
--- Returns the completed share of the warm-up as a function of the step (from 0), and the number of warm-up steps.
+-- warmup_share returns two results: a function that maps a step, counted from 0, to the completed fraction of the
+-- warm-up, and the number of warm-up steps.
 local WARMUPS = { log = true, linear = true }
 local WARMUP_STEPS = 1000                                  -- DeepSpeed's default
 
@@ -111,8 +114,8 @@ local function warmup_share(name, options)
   return function(step) return scale * math.log(step + 1) end, steps
 end
 
--- Returns a schedule in which the rate rises from warmup_min_lr to warmup_max_lr. Later rates are between the two, at
--- the fraction that after(step, warmup steps) returns.
+-- Returns a schedule in which the rate rises from warmup_min_lr to warmup_max_lr. After the warm-up, the rate is
+-- between these two rates, at the fraction that after(step, number of warm-up steps) returns.
 local function warmup_then(name, options, high, after, total)
   local low, share, steps = options.warmup_min_lr or 0, warmup_share(name, options)
   return build(name, options, function(count)
@@ -125,9 +128,9 @@ end
 local WARMUP = { optimizer = "table", warmup_min_lr = "number", warmup_max_lr = "number", warmup_num_steps = "number",
   warmup_type = "string", last_batch_iteration = "number" }
 
---- Returns a schedule in which the rate of all groups rises to warmup_max_lr (default: the optimizer's rate) in
---- warmup_num_steps and then stays constant. last_batch_iteration = n begins at the rate of iteration n (default -1: at
---- the start).
+--- Returns a schedule in which the rate of all groups rises to warmup_max_lr during warmup_num_steps steps, and then
+--- stays constant. The default of warmup_max_lr is the optimizer's rate. With last_batch_iteration = n, the schedule
+--- begins at the rate of iteration n. The default, -1, begins at the start.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, warmup_min_lr?: number, warmup_max_lr?: number,
 --- warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
 ---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
@@ -141,8 +144,8 @@ end
 local DECAY = { optimizer = "table", total_num_steps = "number", warmup_min_lr = "number", warmup_max_lr = "number",
   warmup_num_steps = "number", warmup_type = "string", last_batch_iteration = "number" }
 
---- Returns a schedule in which the rate of all groups rises to warmup_max_lr in warmup_num_steps, then falls linearly
---- to warmup_min_lr at step total_num_steps.
+--- Returns a schedule in which the rate of all groups rises to warmup_max_lr during warmup_num_steps steps. Then the
+--- rate falls linearly and reaches warmup_min_lr at step total_num_steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_num_steps: integer, warmup_min_lr?: number,
 ---  warmup_max_lr?: number, warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
 ---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
@@ -159,9 +162,9 @@ end
 local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number", warmup_min_ratio = "number",
   warmup_num_steps = "number", cos_min_ratio = "number", warmup_type = "string", last_batch_iteration = "number" }
 
---- Returns a schedule that multiplies each group's own rate by a factor. The factor rises from warmup_min_ratio to 1
---- and then falls along half a cosine to cos_min_ratio. With `lr`, the schedule multiplies lr by the factor and calls
---- optimizer:set_lr.
+--- Returns a schedule that multiplies each group's own rate by a factor. The factor rises from warmup_min_ratio to 1.
+--- Then it falls along half a cosine to cos_min_ratio. If the option `lr` is given, the schedule instead multiplies lr
+--- by the factor, and calls optimizer:set_lr with the result.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?:
 --- number, warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?:
 --- integer}
@@ -187,8 +190,8 @@ function sched.WarmupCosineLR(options, ...)
   return build("WarmupCosineLR", options, function(count) return rate * factor(count) end, nil, { total = total })
 end
 
--- Returns a function that computes the height of step `count` in the cycle: 0 at both ends, 1 in the middle. Also
--- returns the cycle's number of steps.
+-- Returns a function that computes the height of step `count` in the cycle. The height is 0 at both ends of the cycle
+-- and 1 in the middle. Also returns the cycle's number of steps.
 local function cycle_height(options)
   local up = options.cycle_first_step_size or 2000
   local down = options.cycle_second_step_size or up
@@ -199,7 +202,7 @@ local function cycle_height(options)
     local stairs = at <= up and up_stairs or down_stairs
     local height = at <= up and at / up or (total - at) / down
     if stairs == 0 then return height end
-    -- The stairs are computed from a product of whole numbers with one division, which reaches each stair exactly.
+    -- A product of whole numbers is divided once. The result is therefore exact at each stair.
     return math.floor(at <= up and at * stairs / up or (total - at) * stairs / down) / stairs
   end, total
 end
@@ -209,9 +212,10 @@ local CYCLE = { optimizer = "table", cycle_min_lr = "number", cycle_max_lr = "nu
   cycle_second_stair_count = "number", decay_step_size = "number", cycle_momentum = "boolean", cycle_min_mom = "number",
   cycle_max_mom = "number", decay_mom_rate = "number", last_batch_iteration = "number" }
 
---- Returns a schedule with one cycle of the rate, from cycle_min_lr to cycle_max_lr and back, then a decay (Smith 2018,
---- "A disciplined approach to neural network hyper-parameters"). With cycle_momentum (the default), beta1 cycles in the
---- opposite direction and beta2 becomes 0.99. The very first step has the smallest beta1, as in DeepSpeed.
+--- Returns a schedule in which the rate completes one cycle, from cycle_min_lr to cycle_max_lr and back, and then
+--- decays (Smith 2018, "A disciplined approach to neural network hyper-parameters"). With cycle_momentum (the default),
+--- beta1 moves in the opposite direction, and beta2 becomes 0.99. As in DeepSpeed, the very first step has the smallest
+--- beta1.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?:
 --- number, cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
 --- cycle_second_stair_count?: integer, decay_step_size?: integer, cycle_momentum?: boolean, cycle_min_mom?: number,
@@ -240,8 +244,8 @@ end
 local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_test_step_size = "number",
   lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean", last_batch_iteration = "number" }
 
---- Returns a schedule whose rate only grows, to find where training diverges (Smith 2017): min x (1 + step_rate x steps
---- / step_size).
+--- Returns a schedule whose rate only increases. It is used to find the rate at which training diverges (Smith 2017).
+--- The rate is min * (1 + step_rate * steps / step_size).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?:
 --- integer, lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
 ---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
@@ -259,12 +263,12 @@ end
 local NAMED = {}
 for _, name in ipairs(require "ps.config.schedules") do NAMED[name] = sched[name] end
 
--- schedules whose max_lr is the optimizer's rate by default
+-- Schedules whose option max_lr has the optimizer's rate as its default.
 local RISES = { warmup_cosine = true, warmup_linear = true, constant = true }
 
 local SPECIFIC = { name = "string", optimizer = "table", num_warmup_steps = "whole", num_training_steps = "whole",
   scheduler_specific_kwargs = "table" }
--- numbers of steps that get_scheduler passes to each schedule
+-- The step counts that get_scheduler passes to each schedule.
 local ASKS = { constant = {}, reduce_lr_on_plateau = {}, constant_with_warmup = { "num_warmup_steps" },
   inverse_sqrt = { "num_warmup_steps" } }
 for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial", "cosine_with_min_lr",
@@ -272,7 +276,7 @@ for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial"
   ASKS[name] = { "num_warmup_steps", "num_training_steps" }
 end
 
---- Returns a schedule of Hugging Face by name, like transformers' get_scheduler: "linear", "cosine",
+--- Returns one of Hugging Face's schedules by its name, like transformers' get_scheduler: "linear", "cosine",
 --- "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr",
 --- "cosine_warmup_with_min_lr", "warmup_stable_decay" or "reduce_lr_on_plateau".
 ---@param name string|{name: string, optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps?: integer,
@@ -300,7 +304,7 @@ function sched.get_scheduler(name, optimizer, num_warmup_steps, num_training_ste
   return sched[given.name](options)
 end
 
---- Returns the schedule of a configuration (cfg.scheduler of ps.config).
+--- Returns the schedule that a configuration defines (cfg.scheduler of ps.config).
 ---@param scheduler {type: string, params: table}
 ---@param optimizer ps.Optimizer
 ---@return ps.Schedule

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The schedules of Hugging Face's Trainer, under the names of its lr_scheduler_type (ps.optim.sched). Each multiplies
--- every group's initial rate by a factor of the step, from transformers 5 (optimization.py).
+-- The schedules of Hugging Face's Trainer. Their names are the values of its lr_scheduler_type (ps.optim.sched). Each
+-- schedule multiplies every group's initial rate by a factor that depends on the step. The factors are those of
+-- transformers 5 (optimization.py).
 local caller = require "ps.core.caller"
 local schedule = require "ps.optim.schedule"
 local error = caller.error
@@ -28,7 +29,7 @@ local function keys_of(more)
 end
 local TO_END = keys_of { num_training_steps = "whole" }
 
--- Checks the options of a call. Returns them, and the numbers of warm-up steps and of all steps.
+-- Checks the options of a call. Returns the options, the number of warm-up steps, and the number of all steps.
 local function steps_of(name, keys, required, options, ...)
   options = checked(name, keys, required, options, ...)
   local what = "sched." .. name .. ": "
@@ -41,10 +42,10 @@ local function steps_of(name, keys, required, options, ...)
   return options, warmup, total
 end
 
--- Returns the factor during the warm-up, or nil if it is over.
+-- Returns the factor during the warm-up, or nil after the warm-up.
 local function warming(count, warmup) if count < warmup then return count / warmup end end
 
--- Returns the progress after the warm-up: 0 at its end, 1 at the last step, above 1 later.
+-- Returns the progress after the warm-up. It is 0 at the end of the warm-up, 1 at the last step, and more than 1 later.
 local function progress(count, warmup, total) return (count - warmup) / math.max(1, total - warmup) end
 
 local function cosine(cycles, done) return 0.5 * (1 + math.cos(math.pi * cycles * 2 * done)) end
@@ -53,8 +54,8 @@ local function by_factor(name, options, factor, total)
   return per_group(name, options, function(count, base) return base * factor(count) end, { total = total })
 end
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, and then stays
---- constant.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate during num_warmup_steps steps. Then
+--- the rate stays constant.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
@@ -64,8 +65,8 @@ function hugging_face.constant_with_warmup(options, ...)
   return by_factor("constant_with_warmup", options, function(count) return warming(count, warmup) or 1 end)
 end
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps. Then it falls
---- linearly to 0 at step num_training_steps.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate during num_warmup_steps steps. Then
+--- the rate falls linearly and reaches 0 at step num_training_steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 --- last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -80,9 +81,9 @@ end
 
 local CYCLES = keys_of { num_training_steps = "whole", num_cycles = "number" }
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps. Then it follows
---- num_cycles waves of a cosine until step num_training_steps. The default, 0.5, is half a wave from the initial rate
---- to 0.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate during num_warmup_steps steps. Then
+--- the rate follows num_cycles periods of a cosine until step num_training_steps. The default, 0.5, is half a period
+--- from the initial rate to 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 --- num_cycles?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -96,8 +97,8 @@ function hugging_face.cosine(options, ...)
   end, total)
 end
 
---- Returns a schedule like `cosine`, but with num_cycles cycles (default 1), each of which begins at each group's
---- initial rate and falls to 0.
+--- Returns a schedule like `cosine`, but with num_cycles cycles (default 1). Each cycle begins at each group's initial
+--- rate, and the rate falls to 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 --- num_cycles?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -115,9 +116,10 @@ end
 
 local POLYNOMIAL = keys_of { num_training_steps = "whole", lr_end = "number", power = "number" }
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps. Then it falls as
---- a power (default 1) of the remaining steps, to lr_end (default 1e-7) at step num_training_steps. lr_end is for the
---- optimizer's own rate; a group with another rate keeps its ratio to it.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate during num_warmup_steps steps. Then
+--- the rate falls in proportion to a power (default 1) of the number of remaining steps. It reaches lr_end (default
+--- 1e-7) at step num_training_steps. lr_end applies to the optimizer's own rate. For a group with another rate, lr_end
+--- is scaled by the same ratio.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 --- lr_end?: number, power?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -139,9 +141,9 @@ end
 
 local INVERSE = keys_of { timescale = "whole" }
 
---- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps. Then it falls
---- like 1 / sqrt of the step, to half at step num_warmup_steps + 3 x timescale. timescale defaults to num_warmup_steps,
---- or to 10,000 if that is 0.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate during num_warmup_steps steps. Then
+--- the rate falls in proportion to 1 / sqrt of the step. It is half of the initial rate at step num_warmup_steps + 3 *
+--- timescale. timescale defaults to num_warmup_steps, or to 10,000 if num_warmup_steps is 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, timescale?: integer, last_epoch?:
 --- integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -155,7 +157,7 @@ function hugging_face.inverse_sqrt(options, ...)
   end)
 end
 
--- Returns the smallest factor, which min_lr or min_lr_rate sets.
+-- Returns the smallest factor, which the option min_lr or min_lr_rate sets.
 local function least_of(name, options)
   if (options.min_lr ~= nil) == (options.min_lr_rate ~= nil) then
     error(("sched.%s needs min_lr or min_lr_rate, and not both"):format(name))
@@ -166,8 +168,8 @@ end
 
 local LEAST = keys_of { num_training_steps = "whole", num_cycles = "number", min_lr = "number", min_lr_rate = "number" }
 
---- Returns a schedule like `cosine`, except that the rate falls to min_lr, or to the share min_lr_rate of each group's
---- initial rate.
+--- Returns a schedule like `cosine`, except that the rate falls to min_lr. If min_lr_rate is given, the rate falls to
+--- this fraction of each group's initial rate.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 --- num_cycles?: number, min_lr?: number, min_lr_rate?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -185,8 +187,9 @@ end
 local WARM_LEAST = keys_of { num_training_steps = "whole", num_cycles = "number", min_lr = "number",
   min_lr_rate = "number", warmup_lr_rate = "number" }
 
---- Returns a schedule like `cosine_with_min_lr`, except that each step has the next step's rate, so that the first rate
---- is not 0. The warm-up begins at the share warmup_lr_rate of the initial rate (default 1 / num_warmup_steps).
+--- Returns a schedule like `cosine_with_min_lr`, except that each step has the rate of the next step. The first rate is
+--- therefore not 0. The warm-up begins at the fraction warmup_lr_rate of the initial rate (default 1 /
+--- num_warmup_steps).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 --- num_cycles?: number, min_lr?: number, min_lr_rate?: number, warmup_lr_rate?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -205,19 +208,20 @@ end
 
 local STABLE = keys_of { num_training_steps = "whole", num_decay_steps = "whole", num_stable_steps = "whole",
   warmup_type = "string", decay_type = "string", min_lr_ratio = "number", num_cycles = "number" }
--- Functions by warmup_type and decay_type, which return the factor after a share of the phase.
+-- Functions for warmup_type and decay_type. Each returns the factor at a completed fraction of the phase.
 local RISE = { linear = function(done) return done end, cosine = function(done) return 1 - cosine(0.5, done) end,
   ["1-sqrt"] = function(done) return 1 - math.sqrt(1 - done) end }
 local FALL = { linear = function(done) return 1 - done end, cosine = function(done, cycles) return cosine(cycles, done)
   end, ["1-sqrt"] = function(done) return 1 - math.sqrt(done) end }
 
---- Returns a schedule with three phases. The rate rises from the share min_lr_ratio (default 0) of each group's initial
---- rate to the initial rate in num_warmup_steps. It stays constant for num_stable_steps, and falls back in
---- num_decay_steps. num_training_steps, the sum of the three numbers, can replace num_stable_steps.
+--- Returns a schedule with three phases. First, the rate rises to each group's initial rate during num_warmup_steps
+--- steps. It starts at the fraction min_lr_ratio (default 0) of the initial rate. Then it stays constant for
+--- num_stable_steps steps. Last, it falls back to the starting rate during num_decay_steps steps. Instead of
+--- num_stable_steps, num_training_steps can be given, which is the sum of the three numbers.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_decay_steps: integer,
 --- num_training_steps?: integer, num_stable_steps?: integer, warmup_type?: "linear"|"cosine"|"1-sqrt", decay_type?:
---- "linear"|"cosine"|"1-sqrt", min_lr_ratio?: number, num_cycles?: number, last_epoch?: integer} defaults of the last
---- options: linear, cosine, 0, 0.5
+--- "linear"|"cosine"|"1-sqrt", min_lr_ratio?: number, num_cycles?: number, last_epoch?: integer} warmup_type: default
+--- "linear". decay_type: default "cosine". min_lr_ratio: default 0. num_cycles: default 0.5
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.warmup_stable_decay(options, ...)
@@ -245,7 +249,7 @@ function hugging_face.warmup_stable_decay(options, ...)
   end, warmup + stable + decay)
 end
 
---- Returns PyTorch's ReduceLROnPlateau under its name in the Trainer.
+--- Returns PyTorch's ReduceLROnPlateau, under the name that the Trainer uses.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, mode?: "min"|"max", factor?: number, patience?: integer,
 ---  threshold?: number, threshold_mode?: "rel"|"abs", cooldown?: integer, min_lr?: number|number[], eps?: number}
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- PyTorch's schedules, under its names (ps.optim.sched). Each computes a group's rate from its initial rate, except
--- ReduceLROnPlateau, which changes the current rates after evaluations. As in PyTorch, some also continue from a rate
--- that the script or another schedule set (`follow`), so that they can be chained. last_epoch = n: the schedule starts
--- after n + 1 steps (default -1: at its start).
+-- PyTorch's schedules, under PyTorch's names (ps.optim.sched). Each schedule computes a group's rate from the group's
+-- initial rate. ReduceLROnPlateau instead changes the current rates after evaluations. As in PyTorch, some schedules
+-- can also continue from a rate that the script or another schedule has set (`follow`), so they can be chained. With
+-- last_epoch = n, a schedule begins as if n + 1 steps were done. The default, -1, begins at the start.
 local caller = require "ps.core.caller"
 local optim_groups = require "ps.optim.groups"
 local schedule = require "ps.optim.schedule"
@@ -28,7 +28,7 @@ order.ReduceLROnPlateau = "mode factor patience threshold threshold_mode cooldow
 
 local LAMBDA = { optimizer = "table", lr_lambda = "callable|table", last_epoch = "number" }
 
--- Returns a function that computes a group's factor of a step with lr_lambda.
+-- Returns a function that computes a group's factor at a step by calling lr_lambda.
 local function factor_of(name, options)
   local fns, call = options.lr_lambda, "sched." .. name
   if type(fns) == "table" and getmetatable(fns) == nil then
@@ -43,9 +43,9 @@ local function factor_of(name, options)
   end
 end
 
---- Returns PyTorch's LambdaLR, which multiplies each group's initial rate by a function of the step (from 0).
----@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list of
----  functions has one function for each group
+--- Returns PyTorch's LambdaLR, which multiplies each group's initial rate by a function of the step, counted from 0.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} if
+---  lr_lambda is a list, it has one function for each group
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.LambdaLR(options, ...)
@@ -54,10 +54,11 @@ function torch.LambdaLR(options, ...)
   return per_group("LambdaLR", options, function(count, base, group) return base * factor(count, group) end)
 end
 
---- Returns PyTorch's MultiplicativeLR, which multiplies each group's rate at each step (from 1) by a function of it. In
---- a SequentialLR, it continues from the rate of the schedule before it, and also multiplies it by the function of 0.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list of
----  functions has one function for each group
+--- Returns PyTorch's MultiplicativeLR. At each step, starting with step 1, it multiplies each group's rate by a
+--- function of the step. In a SequentialLR, it continues from the rate of the previous schedule, and also multiplies it
+--- by the function's value for step 0.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} if
+---  lr_lambda is a list, it has one function for each group
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.MultiplicativeLR(options, ...)
@@ -76,8 +77,8 @@ end
 local STEP = { optimizer = "table", step_size = "whole", gamma = "number", last_epoch = "number" }
 
 --- Returns PyTorch's StepLR, which multiplies each group's rate by gamma after every step_size steps.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, step_size: integer, gamma?: number, last_epoch?: integer} gamma
----  (default 0.1)
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, step_size: integer, gamma?: number, last_epoch?: integer}
+---  gamma: default 0.1
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.StepLR(options, ...)
@@ -93,9 +94,9 @@ end
 
 local MULTI = { optimizer = "table", milestones = "table", gamma = "number", last_epoch = "number" }
 
---- Returns PyTorch's MultiStepLR, which multiplies each group's rate by gamma at each milestone (a step).
+--- Returns PyTorch's MultiStepLR, which multiplies each group's rate by gamma at each milestone. A milestone is a step.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, milestones: integer[], gamma?: number, last_epoch?: integer}
----  gamma (default 0.1); a milestone that is listed twice counts twice
+---  gamma: default 0.1. A milestone that is listed twice counts twice
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.MultiStepLR(options, ...)
@@ -129,10 +130,10 @@ end
 
 local ANNEALING = { optimizer = "table", T_max = "whole", eta_min = "number", last_epoch = "number" }
 
---- Returns PyTorch's CosineAnnealingLR. The rate falls from each group's initial rate along half a cosine to eta_min at
---- step T_max, and rises back (Loshchilov and Hutter 2017).
----@param options ps.Optimizer|{optimizer: ps.Optimizer, T_max: integer, eta_min?: number, last_epoch?: integer} eta_min
----  (default 0)
+--- Returns PyTorch's CosineAnnealingLR (Loshchilov and Hutter 2017). The rate starts at each group's initial rate. It
+--- falls along half a cosine, reaches eta_min at step T_max, and then rises again.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, T_max: integer, eta_min?: number, last_epoch?: integer}
+---  eta_min: default 0
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.CosineAnnealingLR(options, ...)
@@ -144,7 +145,7 @@ function torch.CosineAnnealingLR(options, ...)
     return low + (base - low) * height(count) / 2
   end, { follow = function(count, lr, base)
     if count == 0 then return lr end
-    -- at the lowest point there is no ratio to the rate of the step before
+    -- At the lowest point, the ratio to the previous step's rate does not exist.
     if (count - 1 - steps) % (2 * steps) == 0 then return lr + (base - low) * (1 - math.cos(math.pi / steps)) / 2 end
     return height(count) / height(count - 1) * (lr - low) + low
   end })
@@ -152,10 +153,11 @@ end
 
 local RESTARTS = { optimizer = "table", T_0 = "whole", T_mult = "whole", eta_min = "number", last_epoch = "number" }
 
---- Returns PyTorch's CosineAnnealingWarmRestarts (Loshchilov and Hutter 2017). The rate falls along half a cosine from
---- each group's initial rate to eta_min in T_0 steps. Then it begins again, each time with T_mult times as many steps.
+--- Returns PyTorch's CosineAnnealingWarmRestarts (Loshchilov and Hutter 2017). During T_0 steps, the rate falls along
+--- half a cosine from each group's initial rate to eta_min. Then the cycle begins again. Each cycle has T_mult times as
+--- many steps as the previous cycle.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, T_0: integer, T_mult?: integer, eta_min?: number, last_epoch?:
---- integer} T_mult (default 1); eta_min (default 0)
+--- integer} T_mult: default 1. eta_min: default 0
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.CosineAnnealingWarmRestarts(options, ...)
@@ -174,14 +176,15 @@ end
 
 local FACTOR = { optimizer = "table", factor = "number", total_iters = "whole", last_epoch = "number" }
 
--- Checks that a factor on a rate is between 0 and 1.
+-- Raises an error if a factor for a rate is not between 0 and 1.
 local function check_share(value, what)
   if value < 0 or value > 1 then error(("%s is %.14g; it must be from 0 to 1"):format(what, value)) end
   return value
 end
 
---- Returns PyTorch's ConstantLR. The rate is each group's initial rate times factor (default 1/3) for total_iters steps
---- (default 5), and then the initial rate. If total_iters is 0, it is the initial rate times factor, as in PyTorch.
+--- Returns PyTorch's ConstantLR. For total_iters steps (default 5), the rate is each group's initial rate times factor
+--- (default 1/3). After that, it is the initial rate. As in PyTorch, if total_iters is 0, the rate is always the
+--- initial rate times factor.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, factor?: number, total_iters?: integer, last_epoch?: integer}
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
@@ -202,8 +205,8 @@ end
 local LINEAR = { optimizer = "table", start_factor = "number", end_factor = "number", total_iters = "whole",
   last_epoch = "number" }
 
---- Returns PyTorch's LinearLR. The rate is each group's initial rate times a factor. In total_iters steps (default 5),
---- the factor changes linearly from start_factor (default 1/3) to end_factor (default 1).
+--- Returns PyTorch's LinearLR. The rate is each group's initial rate times a factor. During total_iters steps (default
+--- 5), this factor changes linearly from start_factor (default 1/3) to end_factor (default 1).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, start_factor?: number, end_factor?: number, total_iters?:
 --- integer, last_epoch?: integer}
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
@@ -225,10 +228,10 @@ end
 
 local POLYNOMIAL = { optimizer = "table", total_iters = "whole", power = "number", last_epoch = "number" }
 
---- Returns PyTorch's PolynomialLR. The rate is each group's initial rate times (1 - step / total_iters) ^ power, and 0
---- from step total_iters on.
+--- Returns PyTorch's PolynomialLR. The rate is each group's initial rate times (1 - step / total_iters) ^ power. It is
+--- 0 starting at step total_iters.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_iters?: integer, power?: number, last_epoch?: integer}
----  total_iters (default 5); power (default 1)
+---  total_iters: default 5. power: default 1
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.PolynomialLR(options, ...)
@@ -245,9 +248,9 @@ end
 
 local SEQUENCE = { optimizer = "table", schedulers = "table", milestones = "table", last_epoch = "number" }
 
---- Returns PyTorch's SequentialLR, which runs schedules one after another: the first until step milestones[1], the
---- second from there until step milestones[2], and so on. They must be schedules of PyTorch or Hugging Face for the
---- same optimizer.
+--- Returns PyTorch's SequentialLR, which runs schedules one after another. The first schedule runs until step
+--- milestones[1], the second until step milestones[2], and so on. They must be schedules of PyTorch or Hugging Face,
+--- and must have the same optimizer.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, schedulers: ps.Schedule[], milestones: integer[], last_epoch?:
 --- integer}
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
@@ -289,8 +292,8 @@ end
 
 local CHAINED = { schedulers = "table", optimizer = "table" }
 
---- Returns PyTorch's ChainedScheduler, whose step is a step of each of several schedules for the same optimizer. Each
---- continues from the rates that the one before it set.
+--- Returns PyTorch's ChainedScheduler. It combines several schedules for the same optimizer, and each of its steps is a
+--- step of every schedule. Each schedule continues from the rates that the previous schedule has set.
 ---@param schedulers ps.Schedule[]|{schedulers: ps.Schedule[], optimizer?: ps.Optimizer}
 ---@param optimizer? ps.Optimizer default: the optimizer of the schedules
 ---@return ps.Schedule
@@ -323,7 +326,7 @@ local ANNEAL = {
   linear = function(from, to, done) return (to - from) * done + from end,
 }
 
--- Returns the number of steps of a cycle, from total_steps or epochs.
+-- Returns the number of steps of a cycle, computed from total_steps or from epochs and steps_per_epoch.
 local function cycle_steps(options)
   local total = options.total_steps
   if not total and options.epochs and options.steps_per_epoch then total = options.epochs * options.steps_per_epoch end
@@ -331,7 +334,7 @@ local function cycle_steps(options)
   return caller.whole(total, "sched.OneCycleLR: total_steps", 1)
 end
 
--- Returns the phases of a cycle, each with its last step and the names of the values at both ends.
+-- Returns the phases of a cycle. A phase has its last step, and the names of the values at its two ends.
 local function cycle_phases(options, total)
   local up, down = (options.pct_start or 0.3) * total - 1, { last = total - 1, "max", "least", "base", "max" }
   if not options.three_phase then return { { last = up, "first", "max", "max", "base" }, down } end
@@ -340,10 +343,11 @@ local function cycle_phases(options, total)
     { last = total - 1, "first", "least", "max", "max" } }
 end
 
---- Returns PyTorch's OneCycleLR, except that the rate keeps its last value after total_steps. In one cycle (Smith and
---- Topin 2018), the rate rises from max_lr / div_factor to max_lr in the share pct_start of the steps. Then it falls to
---- the first rate / final_div_factor. With three_phase it first falls to the first rate, in as many steps as it rose.
---- With cycle_momentum, Adam's beta1 or SGD's momentum moves in the opposite direction.
+--- Returns PyTorch's OneCycleLR. Unlike in PyTorch, the rate keeps its last value after total_steps. The rate completes
+--- one cycle (Smith and Topin 2018). During the fraction pct_start of the steps, it rises from max_lr / div_factor to
+--- max_lr. Then it falls to the first rate divided by final_div_factor. With three_phase, it first falls to the first
+--- rate, in as many steps as it rose. With cycle_momentum, Adam's beta1 or SGD's momentum moves in the opposite
+--- direction.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number|number[], total_steps?: integer, epochs?:
 --- integer, steps_per_epoch?: integer, pct_start?: number, anneal_strategy?: "cos"|"linear", cycle_momentum?: boolean,
 --- base_momentum?: number, max_momentum?: number, div_factor?: number, final_div_factor?: number, three_phase?:
@@ -395,7 +399,7 @@ local function is_better(self, value)
   return value < (self.relative and best * (1 - by) or best - by)
 end
 
--- Multiplies all groups' rates by the factor, except rates that would change by eps or less.
+-- Multiplies the rates of all groups by the factor. A rate that would change by eps or less stays the same.
 local function reduce(self)
   local number = 0
   optim_groups.each_rate(self.optimizer, function(group)
@@ -415,7 +419,7 @@ local function judge(self, value)
   self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 end
 
---- Returns the schedule of torch.ReduceLROnPlateau, under its name in PyTorch or Hugging Face.
+--- Returns a schedule with the rule of PyTorch's ReduceLROnPlateau. `name` is its name in PyTorch or Hugging Face.
 ---@param name string
 ---@param options any
 ---@param ... any
@@ -443,11 +447,12 @@ function schedule.plateau(name, options, ...)
   return self
 end
 
---- Returns PyTorch's ReduceLROnPlateau, which multiplies the rates by factor if a value has not improved for more than
---- `patience` evaluations. schedule:step(value) takes the value; ps.train.run passes the held-out loss.
+--- Returns PyTorch's ReduceLROnPlateau. It multiplies the rates by `factor` if a value has not improved for more than
+--- `patience` evaluations. The value is the argument of schedule:step(value). ps.train.run passes the held-out loss.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, mode?: "min"|"max", factor?: number, patience?: integer,
 --- threshold?: number, threshold_mode?: "rel"|"abs", cooldown?: integer, min_lr?: number|number[], eps?: number}
---- defaults: min, 0.1, 10, 1e-4, rel, 0, 0, 1e-8
+--- mode: default "min". factor: 0.1. patience: 10. threshold: 1e-4. threshold_mode: "rel". cooldown: 0. min_lr: 0.
+--- eps: 1e-8
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.ReduceLROnPlateau(options, ...) return schedule.plateau("ReduceLROnPlateau", options, ...) end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Code that all learning-rate schedules share: the class, how a schedule sets several groups, the options of a call,
--- and a schedule's state. ps.optim.sched has the schedules.
+-- Code that all learning-rate schedules share: the class of schedules, the setting of several groups, the options of a
+-- call, and the state of a schedule. The schedules are in ps.optim.sched.
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
 local optim_groups = require "ps.optim.groups"
@@ -11,12 +11,13 @@ local schedule = {}
 
 ---@class ps.Schedule
 ---@field count integer number of optimizer steps so far
----@field total? integer number of steps after which the rate is constant, or nil if it is never constant
----@field follows table<integer, true?> groups, by number, whose rate a script or another schedule changed: their rates
----  are computed from the rate of the step before (`follow`), as in PyTorch, and not from the number of steps
----@field rates number[] the rate that the schedule last set in each group
+---@field total? integer number of steps after which the rate is constant; nil if the rate never becomes constant
+---@field follows table<integer, true?> the groups, by number, whose rate a script or another schedule has changed. As
+--- in
+---  PyTorch, their rates are computed from the rate of the previous step (`follow`) instead of the number of steps
+---@field rates number[] the rate that the schedule has last set in each group
 ---@field parts? ps.Schedule[] the chained schedules (only in ChainedScheduler)
----@field judge? fun(self: ps.Schedule, value: number) changes the rate after an evaluation (only in ReduceLROnPlateau)
+---@field judge? fun(self: ps.Schedule, value: number) changes the rates after an evaluation (only in ReduceLROnPlateau)
 local Schedule = require("ps.core.foreign").stand({}, "schedule")
 Schedule.__index = Schedule
 
@@ -24,16 +25,17 @@ function Schedule:__tostring()
   return ("%s, %s, lr %g"):format(self.name, caller.counted(self.count, "step"), self:lr())
 end
 
--- How a schedule sets several groups:
---   ALIKE   all groups get its rate
---   SHARE   its rate is a factor on each group's rate
---   OWN     its rate is a function of each group's rate and index
---   HELD    it changes the groups' rates itself
---   nil     it sets the optimizer's rate
+-- Ways in which a schedule sets the rates of several groups:
+--   ALIKE   all groups get the schedule's rate
+--   SHARE   the schedule's rate is a factor that multiplies each group's rate
+--   OWN     the schedule's rate is a function of each group's rate and index
+--   HELD    the schedule changes the groups' rates itself
+--   nil     the schedule sets the optimizer's rate
 local ALIKE, SHARE, OWN, HELD = "alike", "share", "own", "held"
 schedule.ALIKE, schedule.SHARE, schedule.OWN, schedule.HELD = ALIKE, SHARE, OWN, HELD
 
--- Returns whether an optimizer's groups have initial rates. An optimizer without them need only have set_lr.
+-- Returns whether an optimizer's groups have initial rates. An optimizer whose groups do not have them needs only the
+-- method set_lr.
 local function has_rates(optimizer)
   local group = (optimizer.groups or {})[1]
   return group ~= nil and group.initial_lr ~= nil
@@ -45,14 +47,15 @@ local function set_momentum(group, value, beta2)
   if group.betas then group.betas = { value, beta2 or group.betas[2] } else group.momentum = value end
 end
 
--- Returns a group's rate of step `count`, without changes by others. group: nil if the optimizer has no groups.
+-- Returns a group's rate at step `count` if no script or other schedule changes rates. `group` is nil if the optimizer
+-- has no groups.
 local function rate_at(self, count, group, number)
   if self.how == OWN then return self.rate(count, group.initial_lr, number) end
   local value = self.rate(count)
   return self.how == SHARE and group.initial_lr * value or value
 end
 
--- Returns the rate of a group's next step.
+-- Returns a group's rate for the next step.
 local function next_rate(self, group, number)
   local lr = self.follows[number] and self.follow(self.count, group.lr, group.initial_lr, number)
   if lr then return lr end
@@ -60,15 +63,15 @@ local function next_rate(self, group, number)
   return rate_at(self, self.count, group, number)
 end
 
--- Records the rates that the schedule set, so that changes by others can be detected.
+-- Records the rates that the schedule has set, so that changes by a script or another schedule can be detected.
 local function record_rates(self)
   for number, group in ipairs(has_rates(self.optimizer) and self.optimizer.groups or {}) do
     self.rates[number] = group.lr
   end
 end
 
--- Sets the rate and the momentum of the optimizer's next step. `loaded`: whether a state was loaded, in which case the
--- followed rates are those of the optimizer's state.
+-- Sets the rate and the momentum of the optimizer's next step. `loaded` is true if a state was loaded. In this case,
+-- the groups in `follows` keep the rates of the optimizer's state.
 local function apply(self, loaded)
   local optimizer = self.optimizer
   if self.how == HELD then return end
@@ -86,8 +89,9 @@ local function apply(self, loaded)
   for _, group in ipairs(self.optimizer.groups or {}) do set_momentum(group, beta1, self.beta2) end
 end
 
--- Finds the rates that a script or another schedule changed since this schedule set them. As in PyTorch, a schedule
--- with `follow` computes its next rates from them, and another schedule replaces them, of which a note is printed once.
+-- Finds the rates that a script or another schedule has changed since this schedule set them. As in PyTorch, a schedule
+-- with `follow` computes its next rates from the changed rates. Other schedules replace the changed rates, and print a
+-- note once.
 local function find_changes(self)
   if self.how == HELD or not has_rates(self.optimizer) then return end
   for number, group in ipairs(self.optimizer.groups) do
@@ -106,7 +110,8 @@ end
 
 local told = setmetatable({}, { __mode = "k" })
 
--- Prints once, on the first rank, how the schedule sets the rates of groups with different initial rates.
+-- Prints a note once, on the first rank, if groups have different initial rates. The note says how the schedule sets
+-- their rates.
 local function tell_groups(name, optimizer, how)
   local text, alike = optim_groups.rates(optimizer.groups, "initial_lr")
   if alike or told[optimizer] or not optim_groups.prints(optimizer) then return end
@@ -117,7 +122,7 @@ local function tell_groups(name, optimizer, how)
   io.stderr:write("psluajit: sched.", name, " ", what:format(#optimizer.groups, text), "\n")
 end
 
--- Converts the options of a schedule, except its first step, to text that can be compared with a saved schedule's.
+-- Options that are not compared with those of a saved schedule. options_text converts the other options to text.
 local FIRST = { optimizer = true, last_batch_iteration = true, last_epoch = true }
 
 local function text_of(value)
@@ -138,7 +143,8 @@ local function options_text(options)
   return out
 end
 
--- Raises an error if an engine's configuration already has a schedule, which the engine advances after each step.
+-- Raises an error if the engine's configuration already has a schedule. The engine advances that schedule after each
+-- step.
 local function check_configured(name, optimizer)
   local configured = optimizer.engine and optimizer.engine.scheduler
   if not configured then return end
@@ -148,18 +154,19 @@ local function check_configured(name, optimizer)
 end
 
 ---@alias ps.Follow fun(count: integer, lr: number, base: number, group: integer): number?
----  returns a group's rate of step `count` from its rate of the step before, or nil if the rate does not depend on that
+---  returns a group's rate at step `count`, computed from its rate at the previous step. Returns nil if the rate does
+---  not depend on the previous rate
 
 --- Creates a schedule.
 ---@param name string
 ---@param options table options of the call
----@param rate fun(count: integer, base?: number, group?: integer): number returns the rate of step `count`, or the
----  factor on each group's rate
+---@param rate fun(count: integer, base?: number, group?: integer): number returns the rate at step `count`, or a factor
+---  that multiplies each group's rate
 ---@param how? string ALIKE, SHARE, OWN or HELD
 ---@param more? {beta1?: fun(count: integer): number, beta2?: number, total?: integer, follow?: ps.Follow, later?:
----  ps.Follow} beta1 and beta2 are Adam's; beta1 is SGD's momentum; schedules that continue from changed rates have
----  `follow`; later: returns the rate if the schedule is not the first of a SequentialLR and differs there, from the
----  rate of the step before it began
+---  ps.Follow} beta1 and beta2: the values for Adam. For SGD, beta1 is the momentum. follow: is given for schedules
+---  that can continue from changed rates. later: is given for schedules that differ if they are not the first of a
+---  SequentialLR. It returns the rate, computed from the rate of the last step before the schedule began
 ---@return ps.Schedule
 function schedule.build(name, options, rate, how, more)
   more = more or {}
@@ -191,8 +198,8 @@ function schedule.build(name, options, rate, how, more)
   return self
 end
 
---- Returns the rate of optimizer step `count` (from 0; default: the next step): for WarmupCosineLR and the schedules of
---- PyTorch and Hugging Face, the first group's rate.
+--- Returns the rate of optimizer step `count`, counted from 0 (default: the next step). For WarmupCosineLR and the
+--- schedules of PyTorch and Hugging Face, returns the rate of the first group.
 ---@param count? integer
 ---@return number
 function Schedule:lr(count)
@@ -206,7 +213,7 @@ function Schedule:lr(count)
   return lr
 end
 
---- Returns the rates of the optimizer's groups for its next step as a list, like PyTorch's get_last_lr.
+--- Returns a list with the rates of the optimizer's groups for the next step, like PyTorch's get_last_lr.
 ---@return number[]
 function Schedule:get_last_lr()
   local list = {}
@@ -214,8 +221,8 @@ function Schedule:get_last_lr()
   return list
 end
 
---- Counts an optimizer step and sets the rate for the next one. For ReduceLROnPlateau, the argument is the value of an
---- evaluation.
+--- Counts an optimizer step and sets the rate for the next step. For ReduceLROnPlateau, this function is called after
+--- an evaluation instead.
 ---@param metric? number|ps.Tensor value of an evaluation, for ReduceLROnPlateau
 function Schedule:step(metric)
   if scope.is_tensor(metric) then metric = metric:item() end
@@ -234,13 +241,13 @@ function Schedule:step(metric)
   apply(self)
 end
 
---- Counts an optimizer step of a schedule, or of a script's own object with a step method.
+--- Counts an optimizer step. Works for a schedule, and for a script's own object with a method `step`.
 ---@param self ps.Schedule
 function schedule.advance(self)
   if self.judge then self.count = self.count + 1 else self:step() end
 end
 
---- Returns the schedule's kind, step and options, for load_state_dict.
+--- Returns the schedule's kind, step count and options, for load_state_dict.
 ---@return {name: string, count: integer, options: table<string, string>, follows?: integer[], schedulers?: table[]}
 function Schedule:state_dict()
   local state = { name = self.name, count = self.count, options = self.options }
@@ -262,7 +269,7 @@ local function described(name, options)
   return name .. (parts[1] and " { " .. table.concat(parts, ", ") .. " }" or "")
 end
 
--- Prints a note if a run continues with another schedule than the saved one.
+-- Prints a note if a run continues with a schedule that differs from the saved one.
 local function tell_change(self, state)
   local same = state.name == self.name
   for key, value in pairs(same and state.options or {}) do same = same and self.options[key] == value end
@@ -273,7 +280,7 @@ local function tell_change(self, state)
     self:lr()))
 end
 
---- Continues at the step of a saved schedule. Prints a note if the saved schedule is of another kind or has other
+--- Continues at the step of a saved schedule. Prints a note if the saved schedule is of another kind, or has other
 --- options.
 ---@param state {name: string, count: integer, options?: table<string, string>, follows?: integer[], schedulers?:
 --- table[]}
@@ -302,7 +309,8 @@ function Schedule:load_state_dict(state)
   tell_change(self, state)
 end
 
---- Describes a schedule that ends before or after a run. Returns nil if it ends with the run or has no end.
+--- Returns a text that describes a schedule which ends before or after the run. Returns nil if the schedule ends with
+--- the run, or has no end.
 ---@param self ps.Schedule
 ---@param steps integer number of remaining steps of the run
 ---@return string?
@@ -318,20 +326,20 @@ function schedule.mismatch(self, steps)
     self.name, total, last, self:lr(last - 1), self:lr(total))
 end
 
--- parameters after the optimizer, in the order of PyTorch and DeepSpeed, from each file of schedules; psluajit's own
--- schedules have only named parameters
+-- The parameters after the optimizer, in the order of PyTorch and DeepSpeed. Each file with schedules adds those of its
+-- schedules. psluajit's own schedules have only named parameters.
 local ORDER = {}
 schedule.order = ORDER
 
--- Returns whether a value is a table of options, not a list or an object.
+-- Returns whether a value is a table of options. Lists and objects are not tables of options.
 local function is_options(value, kinds)
   if type(value) ~= "table" or getmetatable(value) then return false end
   local key = next(value)
   return type(key) == "string" or key == nil and not kinds:find "table"
 end
 
--- Returns the options of a call in PyTorch's form: StepLR(optimizer, 10, 0.5), StepLR(optimizer, { step_size = 10 }),
--- or a mixture.
+-- Returns the options of a call in PyTorch's form. Options may be given by position, StepLR(optimizer, 10, 0.5), in a
+-- table, StepLR(optimizer, { step_size = 10 }), or in both ways.
 local function in_order(name, keys, optimizer, ...)
   local call, options, names, n = "sched." .. name, {}, {}, select("#", ...)
   for key in (ORDER[name] or ""):gmatch "%S+" do names[#names + 1] = key end
@@ -354,12 +362,12 @@ local function in_order(name, keys, optimizer, ...)
   return options
 end
 
---- Checks the options of a schedule: a table, or PyTorch's arguments.
+--- Checks the options of a schedule, which are a table or PyTorch's arguments.
 ---@param name string
 ---@param keys table<string, string> the kind of each option
 ---@param required string required keys, separated by spaces
 ---@param options any
----@param ... any further arguments after an optimizer
+---@param ... any the arguments after the optimizer, if `options` is an optimizer
 ---@return table options
 function schedule.checked(name, keys, required, options, ...)
   if type(options) == "table" and type(options.set_lr) == "function" then options = in_order(name, keys, options, ...)
@@ -374,10 +382,11 @@ function schedule.checked(name, keys, required, options, ...)
   return options
 end
 
---- Returns the rate with which the optimizer was created. Schedules and loaded states change only the current rate.
+--- Returns the rate that was given when the optimizer was created. Schedules and loaded states change only the current
+--- rate.
 ---@param name string
 ---@param options table options of the call
----@param key string the option to pass if there is no such rate
+---@param key string the option that the error suggests if there is no such rate
 ---@return number
 function schedule.own_rate(name, options, key)
   local optimizer = options.optimizer

@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Saves and loads the state of an engine's optimizer, one tensor at a time. The state is in PyTorch's form (parameters
--- numbered in the order of groups) or by name, as ps.checkpoints writes it. Either form may be in tables, or in an open
--- file (ps.load with lazy = true), which is never read as a whole. The whole state is checked before the first value is
--- written.
+-- Saves and loads the state of an engine's optimizer, one tensor at a time. The state has one of two forms. In
+-- PyTorch's form, parameters are numbered in the order of the groups. In the other form, which ps.checkpoints writes,
+-- states are stored by parameter name. Either form may be in tables, or in an open file (ps.load with lazy = true). A
+-- file is never read as a whole. The whole state is checked before the first value is written.
 --
--- The optimizer of this file has: kind, steps, groups (each with its optimizer's name, kind), group_of (from 0, by
--- parameter), and
---   states      by group, from 1: its parameters' states in addition to their fp32 values (ps.optimizers.State)
---   count()     number of parameters, in order of registration
---   slot(i)     {name, param, states, averages or nil, master or nil}, i from 1; averages: a tensor for each state, nil
---               if another rank has them
---   order(i)    index among the trained parameters of the whole model, group by group
---   updates(i), set_updates(i, t)
+-- The optimizer `opt` has the fields kind, steps, groups and group_of. Each group has its optimizer's name, kind.
+-- group_of has each parameter's group, counted from 0. It also has these fields and methods:
+--   states      for each group, from 1: its parameters' states in addition to their fp32 values (ps.optimizers.State)
+--   count()     the number of parameters, which are in the order of registration
+--   slot(i)     {name, param, states, averages or nil, master or nil} of parameter i, from 1. averages has a tensor for
+--               each state, and is nil if another rank has the tensors
+--   order(i)    the parameter's index among the trained parameters of the whole model, group by group
+--   updates(i), set_updates(i, t)   get and set the number of updates of parameter i
 --   named       false if parameters have no names
 local scope = require "ps.core.scope"
 local sharded = require "ps.nn.sharded"
@@ -33,7 +33,7 @@ local function has(source, key)
   return scope.is_tensor(source[key])
 end
 
--- Checks a tensor of a source. state_of: nil for a master, which has the parameter's shape.
+-- Checks a tensor of a source. `state_of` describes the state. It is nil for a master, which has the parameter's shape.
 local function check_tensor(source, key, slot, state_of)
   if not has(source, key) then error("the saved optimizer has no " .. key .. " for parameter " .. slot.name, 0) end
   local shape = is_file(source) and source:shape(key) or source[key]:shape()
@@ -54,8 +54,8 @@ local function check_averages(source, prefix, slot)
   for _, of in ipairs(slot.states) do check_tensor(source, prefix .. of.name, slot, of) end
 end
 
--- Sets a parameter's averages from a source, where they are named `prefix`exp_avg and so on. Without a source they
--- become zeros, as before any update.
+-- Sets a parameter's averages from a source. The names in the source are `prefix` followed by exp_avg and so on.
+-- Without a source, the averages become zero, as before the first update.
 local function set_averages(slot, source, prefix)
   for k, to in ipairs(slot.averages or {}) do
     local of = slot.states[k]
@@ -70,7 +70,7 @@ local function number_of(value)
   return tonumber(value)
 end
 
--- Raises an error if a saved group's settings need states that this optimizer was created without.
+-- Raises an error if the settings of a saved group need states that this optimizer does not have.
 local function check_needs(saved, number, opt)
   local group, made = {}, optimizers.of_group(opt.groups[number])
   if not made.needed then return end
@@ -83,8 +83,8 @@ local function check_needs(saved, number, opt)
     .. "in the configuration"):format(number, made.lacking(group)), 0)
 end
 
--- Raises an error if saved groups have other optimizers than the groups here. Files of earlier versions name one
--- optimizer for all groups.
+-- Raises an error if saved groups have other optimizers than the groups of this optimizer. Files of earlier versions
+-- name one optimizer for all groups.
 local function check_kinds(saved, opt, kind)
   for number, group in ipairs(opt.groups) do
     local theirs = saved[number].kind or kind
@@ -100,8 +100,8 @@ local function check_groups(saved, opt)
   if problem then error(problem, 0) end
 end
 
--- Returns each group's parameters in the order of the whole model, as {name, i}. i: index of the slot, or nil if
--- another stage has the parameter.
+-- Returns, for each group, its parameters in the order of the whole model. Each is {name, i}, where i is the index of
+-- the slot. i is nil if another stage has the parameter.
 local function members(opt)
   local all, lists = {}, {}
   for i = 1, opt:count() do
@@ -117,8 +117,8 @@ local function members(opt)
 end
 
 -- -- by name ---------------------------------------------------------------------------------------------------------
---- Returns the state by name: `tensors` by "<parameter>.exp_avg" and so on, and `values` that JSON can store. Masters
---- are part of the model's state_dict.
+--- Returns the state by parameter name. `tensors` has keys such as "<parameter>.exp_avg", and `values` has values that
+--- JSON can store. Masters are not included, because they are part of the model's state_dict.
 ---@param opt ps.EngineOptimizer
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function state.named(opt)
@@ -126,7 +126,7 @@ function state.named(opt)
   local values = { kind = opt.kind, steps = opt.steps, calls = opt.engine.steps, t = {}, groups = {} }
   for i = 1, opt:count() do
     local t, slot = opt:updates(i), opt:slot(i)
-    if slot.averages then                           -- nil if another rank holds this state
+    if slot.averages then                           -- nil if another rank has this state
       values.t[slot.name] = t
       for k, of in ipairs(t > 0 and slot.states or {}) do tensors[slot.name .. "." .. of.name] = slot.averages[k] end
     end
@@ -143,7 +143,7 @@ function state.named(opt)
   return { tensors = tensors, values = values }
 end
 
--- Prints a note if the saved optimizer has state of parameters that are frozen here, which is not loaded.
+-- Prints a note if the saved optimizer has the state of parameters that are frozen here. This state is not loaded.
 local function note_frozen(opt, updates)
   local names, seen = {}, {}
   for _, key in ipairs { "frozen", "untrained" } do
@@ -191,7 +191,8 @@ local function load_named(opt, source, values)
 end
 
 -- -- PyTorch's form ---------------------------------------------------------------------------------------------------
--- Returns a group in PyTorch's form. names: its parameters' names, as PyTorch writes them for named parameters.
+-- Returns a group in PyTorch's form. `names` has the names of its parameters, which PyTorch writes for named
+-- parameters.
 local function torch_group(group, params, names)
   local out, made = { maximize = false, params = params, param_names = names }, optimizers.of_group(group)
   for _, key in ipairs(optim_groups.read_keys(group)) do
@@ -204,9 +205,9 @@ local function torch_group(group, params, names)
   return out
 end
 
---- Returns the state in PyTorch's form, {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, which
---- load_state_dict of torch.optim.AdamW accepts. SGD's state has momentum_buffer, and PyTorch ignores its `step`.
---- Groups have param_names, which PyTorch keeps.
+--- Returns the state in PyTorch's form, {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}. torch.optim.AdamW
+--- can load it with load_state_dict. For SGD, an entry has momentum_buffer and a `step`, which PyTorch ignores. Groups
+--- have param_names, which PyTorch keeps.
 ---@param opt ps.EngineOptimizer
 ---@param named? boolean whether groups have param_names (default true)
 ---@return {state: table<integer, table>, param_groups: table[]}
@@ -227,7 +228,7 @@ function state.torch(opt, named)
   return { state = all, param_groups = groups }
 end
 
--- Returns one parameter's entry as a source, and its `step`, or nil if there is none.
+-- Returns the entry of one parameter as a source, and its `step`. Returns nil if the parameter has no entry.
 local function entry_of(saved, number)
   if is_file(saved) then
     local all = saved:at("state")
@@ -240,7 +241,7 @@ local function entry_of(saved, number)
 end
 
 -- Returns the number of updates of an entry. If PyTorch's optimizer does not count updates, returns 1 if the first
--- state exists, else 0, which is all that the op needs.
+-- state exists, and 0 otherwise. The op needs no more than this.
 local function whole_step(made, source, step, name)
   if step == nil and made.torch.counts == false then return has(source, made.states[1].name) and 1 or 0 end
   if scope.is_tensor(step) then step = step:item() end
@@ -251,7 +252,7 @@ local function whole_step(made, source, step, name)
   return step
 end
 
--- Raises an error if a group's settings are for another algorithm than this optimizer's.
+-- Raises an error if a group's settings belong to another algorithm than that of this optimizer.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
     error(("param_groups[%d] of the saved optimizer " .. text):format(number, ...), 0)
@@ -266,8 +267,9 @@ local function check_torch_group(from, number, opt)
   check_needs(from, number, opt)
 end
 
--- Returns the indices in a saved group of the parameters in `list`: by their names if the group has param_names and
--- `named` is true (the parameters have names), else in the order of the model.
+-- Returns the indices that the parameters in `list` have in a saved group. If the group has param_names and `named` is
+-- true, parameters are found by their names. Otherwise they are in the order of the model. `named` says whether the
+-- parameters have names.
 local function numbers_of(group, number, list, named)
   local params, names = group.params or {}, named and group.param_names
   if #params ~= #list then
@@ -303,7 +305,7 @@ local function load_torch(opt, saved)
       if made.torch.counts == false and step == 0 then source = nil end
       most = math.max(most, step)
       local slot = at.i and opt:slot(at.i)
-      if slot and not slot.averages then source, step = nil, 0 end   -- another rank holds this state
+      if slot and not slot.averages then source, step = nil, 0 end   -- another rank has this state
       if slot and source then check_averages(source, "", slot) end
       if slot then plan[#plan + 1] = { i = at.i, slot = slot, source = source, step = step } end
     end
@@ -331,7 +333,7 @@ local function load_torch(opt, saved)
   opt.engine:set_steps(most)
 end
 
---- Loads, by copying, a result of state.named or state.torch, or a file with one.
+--- Loads a result of state.named or state.torch, or a file that contains one. The values are copied.
 ---@param opt ps.EngineOptimizer
 ---@param saved table|ps.TorchFile
 function state.load(opt, saved)

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Prints an optimizer at the prompt in at most ten lines: one for the optimizer, the others for its parameter groups.
+-- Prints an optimizer at the prompt in at most ten lines. The first line describes the optimizer, and the other lines
+-- describe its parameter groups.
 local LINES = 10
 
 ---@param group {lr: number, betas?: number[], momentum?: number, eps?: number, weight_decay?: number}
@@ -18,7 +19,7 @@ local function line(number, group, params, named)
 end
 
 ---@param optimizer {kind: string, steps: integer, max_norm?: number, groups: table[]}
----@param params_of fun(number: integer): ps.Tensor[] returns the parameters of group `number`, from 1
+---@param params_of fun(number: integer): ps.Tensor[] returns the parameters of group `number`, counted from 1
 ---@return string
 return function(optimizer, params_of)
   local lines = { ("%s, %d step%s%s"):format(optimizer.kind, optimizer.steps, optimizer.steps == 1 and "" or "s",

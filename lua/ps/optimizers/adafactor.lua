@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adafactor (Shazeer and Stern 2018), in PyTorch's form and in the form of transformers, which the Trainer calls
--- "adafactor". A tensor of two or more dimensions has one average per row and one per column, and a vector one per
--- element.
+-- Adafactor (Shazeer and Stern 2018), in PyTorch's form and in the form of transformers. The Trainer calls the second
+-- form "adafactor". A tensor of two or more dimensions has one average per row and one per column. A vector has one
+-- average per element.
 local types = require "ps.core.types"
 
 local function rows(shape)
@@ -28,7 +28,7 @@ local function elements(shape) return #shape < 2 and shape or nil end
 
 local PAIR = types.number(0)
 
--- PyTorch's files store eps1 and eps2 as the pair eps, whose first number may be None.
+-- PyTorch's files store eps1 and eps2 as a pair named eps. The first number of the pair may be None.
 local function write_eps(group, out) out.eps1, out.eps2, out.eps = nil, nil, { group.eps1, group.eps2 } end
 local function read_eps(saved)
   local eps = saved.eps or {}
@@ -61,7 +61,7 @@ local HuggingFace = {
     most = 4 } },
   settings = { "lr", "decay_rate", "eps1", "eps2", "clip_threshold", "weight_decay", "scale_parameter", "relative_step",
     "warmup_init" },
-  -- the Trainer's defaults; transformers.Adafactor itself has scale_parameter and relative_step = true
+  -- These are the Trainer's defaults. transformers.Adafactor itself has scale_parameter and relative_step = true.
   defaults = { lr = 1e-3, decay_rate = -0.8, eps1 = 1e-30, eps2 = 1e-3, clip_threshold = 1, weight_decay = 0,
     scale_parameter = false, relative_step = false, warmup_init = false },
   ranges = { decay_rate = types.number(nil, 0), eps1 = PAIR, eps2 = PAIR, clip_threshold = types.number(0) },

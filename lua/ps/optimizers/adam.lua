@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adam (Kingma and Ba, ICLR 2015) and AdamW, with decoupled weight decay (Loshchilov and Hutter, ICLR 2019).
+-- Adam (Kingma and Ba, ICLR 2015), and AdamW, which has decoupled weight decay (Loshchilov and Hutter, ICLR 2019).
 local STATES = { { name = "exp_avg", dtype = "fp32" }, { name = "exp_avg_sq", dtype = "fp32" } }
 
 local function attrs(into, group)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- AdamW with small averages: 8 bits each (AdamW8bit), or bf16 rounded up or down at random, so that small changes are
--- not lost (AdamWBF16).
+-- AdamW with averages that need less memory. AdamW8bit stores 8 bits per element. AdamWBF16 stores bf16 values and
+-- rounds them up or down at random, so that small changes are not lost.
 local in_8_bits = require "ps.optimizers.blocks"
 
 local DEFAULTS = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0.01 }

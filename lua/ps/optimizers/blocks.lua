@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- States in 8 bits: codes, by the maps of bitsandbytes and torchao, and a scale for each block of elements (Dettmers et
--- al. 2022).
+-- Optimizer states with 8 bits per element. Each element has a code, and each block of elements has a scale (Dettmers
+-- et al. 2022). The maps from codes to values are those of bitsandbytes and torchao.
 local rectangles = require "ps.core.rectangles"
 
-local BLOCK = 256                                  -- value of PS_STATE_BLOCK in src/base/update.h
+local BLOCK = 256                                  -- equal to PS_STATE_BLOCK in src/base/update.h
 
 local function blocks(shape) return { math.ceil(rectangles.numel(shape) / BLOCK) } end
 
---- Returns the states of averages with these names: codes and scales for each.
+--- Returns the states that store the averages with these names. Each average has a state for its codes and a state for
+--- its scales.
 ---@param ... string
 ---@return ps.optimizers.State[]
 return function(...)

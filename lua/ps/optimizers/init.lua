@@ -1,44 +1,49 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The optimizers, by name. Each is a description in a file of this folder: its states, its update, its settings and its
--- names elsewhere. The rest of the engine (layouts, plans, forecasts, ZeRO, pipelines, checkpoints, files of PyTorch)
--- follows from it. CONTRIBUTING.md says how to add one. This file does not load the C engine; only update.lua does.
+-- The optimizers, by name. A file of this folder describes each optimizer: its states, its update, its settings, and
+-- its names in other software. All other parts of the engine (layouts, plans, forecasts, ZeRO, pipelines, checkpoints,
+-- files of PyTorch) use these descriptions. CONTRIBUTING.md says how to add an optimizer. This file does not load the C
+-- engine. Only update.lua does.
 local dtypes = require "ps.core.dtype"
 
 ---@class ps.optimizers.State a tensor that an optimizer keeps for a parameter
----@field name string name of the state in PyTorch, if PyTorch has it; also the name of its kind of chunks
----@field dtype "fp32"|"bf16"|"uint8" dtype of the state; fp32 becomes fp64 for fp64 parameters
----@field shape? fun(shape: integer[]): integer[]? returns the state's shape for a parameter of this shape, or nil if
---- such a parameter lacks the state; without this field, the state has the parameter's shape
----@field most? number with `shape`, the largest number of bytes per element of the parameter
+---@field name string name of the state in PyTorch, if PyTorch has this state; also the name of its kind of chunk
+---@field dtype "fp32"|"bf16"|"uint8" dtype of the state; for fp64 parameters, "fp32" means fp64
+---@field shape? fun(shape: integer[]): integer[]? returns the state's shape for a parameter of the given shape, or nil
+--- if
+--- such a parameter does not have the state; without this field, the state has the parameter's shape
+---@field most? number with `shape`, the largest size of the state in bytes per element of the parameter
 
 ---@class ps.optimizers.Description
 ---@field name string
 ---@field op string name of the op in ops.def that updates parameters
----@field settings string[] names of a group's settings, as in PyTorch and in PyTorch's order
----@field defaults table<string, any> defaults in ps.optim, which are PyTorch's
----@field fixed? table<string, any> fields of every group that cannot be set
----@field counters? table<string, any> fields of every group that steps change, with their first values; they are saved
----@field stepped? fun(group: table) with `counters`, is called after each step that was not skipped
----@field average? {state: string, to: fun(group: table): number, from: fun(group: table): number} if evaluation uses
---- other values: parameters are moved toward a state by to(group), and back by from(group); the counter train_mode
---- tells which values they hold
+---@field settings string[] names of a group's settings, which are PyTorch's names, in PyTorch's order
+---@field defaults table<string, any> default settings in ps.optim, which are PyTorch's
+---@field fixed? table<string, any> fields that every group has and scripts cannot set
+---@field counters? table<string, any> fields that every group has and steps change, with their first values; they are
+--- saved
+---@field stepped? fun(group: table) with `counters`: is called after each step that was not skipped
+---@field average? {state: string, to: fun(group: table): number, from: fun(group: table): number} is set if evaluation
+--- uses other values than training. The parameters move toward a state by the fraction to(group), and back by
+--- from(group). The counter train_mode says which values they hold
 ---@field ranges? table<string, ps.config.Type> ranges of settings that types.OPTIMIZER does not contain
----@field states ps.optimizers.State[] in the order of the op's inputs
----@field takes? integer number of state tensors that the op takes for each parameter (default: the number of states)
----@field needed? fun(group: table): integer returns how many of the states an update with these settings needs
+---@field states ps.optimizers.State[] the states, in the order of the op's inputs
+---@field takes? integer number of state tensors that the op needs for each parameter (default: the number of states)
+---@field needed? fun(group: table): integer returns the number of states that an update with these settings needs
 --- (default: all)
----@field lacking? fun(group: table): string with `needed`, returns the setting that needs states, for errors
----@field problem? fun(group: table): string? returns an error about settings that are in range but do not fit together
+---@field lacking? fun(group: table): string with `needed`: returns the setting that needs states, for errors
+---@field problem? fun(group: table): string? returns an error for settings that are each in range but not allowed
+--- together
 ---@field attrs fun(into: ffi.cdata*, group: table) writes settings into the op's attributes
----@field torch table description of PyTorch's class. `extra`: more settings of its groups. belongs(group): returns why
---- a saved group belongs to another class, or nil. `counts`: false if its states have no `step`. write(group, out) and
---- read(saved): convert settings with other names
----@field aliases? string[] names in DeepSpeed's JSON and Hugging Face's Trainer, which are matched in any case
----@field exact_aliases? string[] names of this kind that are matched only in the given case
----@field whole? boolean whether an update needs the whole parameter, not a tensor-parallel rank's part
----@field blocks? boolean whether states have blocks that no cut may divide
----@field matrices? boolean whether it only updates parameters of two dimensions
----@field rest? string with `matrices`, the optimizer of all other parameters
+---@field torch table description of PyTorch's class. `extra`: additional settings of its groups. belongs(group):
+--- returns
+--- why a saved group belongs to another class, or nil. `counts`: false if its states have no `step`. write(group, out)
+--- and read(saved): convert settings whose names differ
+---@field aliases? string[] names in DeepSpeed's JSON and Hugging Face's Trainer, matched without regard to case
+---@field exact_aliases? string[] more of these names, which are matched only in the given case
+---@field whole? boolean whether an update needs the whole parameter instead of a tensor-parallel rank's part
+---@field blocks? boolean whether states have blocks that must not be split between ranks
+---@field matrices? boolean whether the optimizer only updates parameters of two dimensions
+---@field rest? string with `matrices`: the name of the optimizer for all other parameters
 
 local optimizers = {}
 
@@ -61,7 +66,7 @@ end
 ---@return ps.optimizers.Description
 function optimizers.of(name) return by_name[name] end
 
---- Returns the optimizer's name for a name or alias, in any case, or nil.
+--- Returns the name of an optimizer, given its name or an alias. Returns nil if there is no such optimizer.
 ---@param name string
 ---@return string?
 function optimizers.find(name) return by_exact[name] or by_any[name:lower()] end
@@ -71,7 +76,7 @@ function optimizers.find(name) return by_exact[name] or by_any[name:lower()] end
 ---@return ps.optimizers.Description
 function optimizers.of_group(group) return by_name[group.kind] end
 
---- Adds the fields to a group that cannot be set: constants, and counters with their first values.
+--- Adds to a group the fields that scripts cannot set: constants, and counters with their first values.
 ---@param group table
 ---@param made ps.optimizers.Description
 ---@return table group
@@ -108,7 +113,7 @@ function optimizers.state_names()
   return list
 end
 
---- Returns a state's number of elements for a parameter of this shape.
+--- Returns a state's number of elements for a parameter of the given shape.
 ---@param state ps.optimizers.State
 ---@param shape integer[]
 ---@return integer
@@ -118,7 +123,7 @@ function optimizers.state_numel(state, shape)
   return numel
 end
 
---- Returns the bytes of all states for a parameter of this shape.
+--- Returns the size in bytes of all states for a parameter of the given shape.
 ---@param states ps.optimizers.State[]
 ---@param shape integer[]
 ---@return integer
@@ -130,8 +135,8 @@ function optimizers.states_nbytes(states, shape)
   return sum
 end
 
---- Returns an estimate of the bytes of states per element of a parameter. Only matrices with one row or column, and
---- tensors of one element, can have more.
+--- Returns an estimate of the size of the states, in bytes per element of a parameter. The states of matrices with one
+--- row or column, and of tensors with one element, can be larger. No other states can.
 ---@param states ps.optimizers.State[]
 ---@return number
 function optimizers.states_most(states)
@@ -142,8 +147,8 @@ function optimizers.states_most(states)
   return sum + factored
 end
 
---- Returns the states that an optimizer's parameters have under these groups' settings. The group that needs the most
---- states decides.
+--- Returns the states that an optimizer's parameters have with the settings of these groups. They are the states of the
+--- group that needs the most.
 ---@param made ps.optimizers.Description
 ---@param groups table[]
 ---@return ps.optimizers.State[]
@@ -157,7 +162,7 @@ function optimizers.states_of(made, groups)
   return list
 end
 
---- Returns the states that a parameter of this shape has, in the order of the list.
+--- Returns the states that a parameter of the given shape has, in the order of the list.
 ---@param states ps.optimizers.State[]
 ---@param shape integer[]
 ---@return ps.optimizers.State[]
@@ -169,12 +174,12 @@ function optimizers.states_for(states, shape)
   return list
 end
 
---- Returns the number of state tensors per parameter that the update reads.
+--- Returns the number of state tensors that an update reads for each parameter.
 ---@param made ps.optimizers.Description
 ---@return integer
 function optimizers.takes(made) return made.takes or #made.states end
 
---- Returns how many states an update with a group's settings needs.
+--- Returns the number of states that an update with a group's settings needs.
 ---@param group table
 ---@return integer
 function optimizers.needed(group)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Lion (Chen et al. 2023), with the settings of lion-pytorch, whose class does not count updates. Lion8bit keeps its
--- average in 8 bits.
+-- Lion (Chen et al. 2023), with the settings of lion-pytorch. The class of lion-pytorch does not count updates.
+-- Lion8bit stores its average with 8 bits per element.
 local in_8_bits = require "ps.optimizers.blocks"
 local types = require "ps.core.types"
 

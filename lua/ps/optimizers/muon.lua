@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Muon (Jordan et al. 2024) orthogonalises a matrix's momentum by Newton and Schulz's iteration. It updates only
--- matrices inside the model. Other parameters are in other groups, with another optimizer (`rest`).
+-- Muon (Jordan et al. 2024) orthogonalizes the momentum of a matrix with the Newton-Schulz iteration. It updates only
+-- the matrices inside the model. Other parameters belong to groups with another optimizer (`rest`).
 local types = require "ps.core.types"
 
 local ADJUST = { original = 0, match_rms_adamw = 1, spectral_unclamped = 2 }

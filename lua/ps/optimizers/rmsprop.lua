@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- RMSprop (Tieleman and Hinton 2012) with PyTorch's momentum, not centered.
+-- RMSprop (Tieleman and Hinton 2012) with PyTorch's momentum and without PyTorch's option `centered`.
 local types = require "ps.core.types"
 
 return { RMSprop = {

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Schedule-free AdamW (Defazio et al. 2024), with the settings of the package schedulefree. The parameters hold y, at
--- which steps compute gradients. z is the plain iterate. The model is evaluated at x, the average of z, which eval()
--- computes from y = (1 - beta1) z + beta1 x.
+-- Schedule-free AdamW (Defazio et al. 2024), with the settings of the package schedulefree. It uses three values. z is
+-- the result of plain updates. x is the average of z, at which the model is evaluated. y = (1 - beta1) z + beta1 x is
+-- the value at which steps compute gradients. The parameters hold y, and eval() computes x from this equation.
 local types = require "ps.core.types"
 
--- Returns the rate, the share of z in the new average, and the new counters of a group's next update.
+-- Returns values for the next update of a group: the rate, the weight of z in the new average, and the new counters.
 local function next_update(group)
   local k, warmup = group.k, group.warmup_steps
   local lr = group.lr * (k < warmup and (k + 1) / warmup or 1)

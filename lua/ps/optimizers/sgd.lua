@@ -17,7 +17,7 @@ return { SGD = {
     into.lr, into.momentum, into.weight_decay = group.lr, group.momentum, group.weight_decay
     into.dampening, into.nesterov = group.dampening, group.nesterov and 1 or 0
   end,
-  -- PyTorch does not count SGD's updates. A buffer shows that there was at least one.
+  -- PyTorch does not count SGD's updates. If a momentum buffer exists, there was at least one update.
   torch = { counts = false, belongs = function(group)
     if group.momentum == nil or group.betas or group.alpha then return "is not SGD's" end
   end },

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs updates, and passes the descriptions of optimizers to C: kinds of chunks for states, and attributes of update
--- ops.
+-- Runs updates. Also passes the descriptions of optimizers to C: kinds of chunks for the states, and attributes of the
+-- update ops.
 local native = require "ps.core.ffi"
 local chunk_kinds = require "ps.core.kinds"
 local optimizers = require "ps.optimizers"
@@ -8,7 +8,7 @@ local ffi, C = native.ffi, native.C
 
 local update = {}
 
--- each optimizer's op code, attributes to fill in, and a pointer type for the attributes, by name
+-- For each optimizer, by name: the code of its op, attributes to fill in, and a pointer type for the attributes.
 local ops = {}
 for _, name in ipairs(optimizers.names) do
   local made = optimizers.of(name)
@@ -30,10 +30,10 @@ function update.settings_into(into, group)
 end
 
 --- Updates parameters.
----@param list ps.Tensor[] the tensors of each parameter: param, master, grad and states
+---@param list ps.Tensor[] the tensors of each parameter: param, master, grad and the states
 ---@param group table
----@param t integer index of the update, from 1
----@param scale number a factor on gradients
+---@param t integer index of the update, counted from 1
+---@param scale number a factor that multiplies gradients
 function update.run(list, group, t, scale)
   local made, of = optimizers.of_group(group), ops[group.kind]
   made.attrs(of.attrs, group)
