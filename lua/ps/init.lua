@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- require "ps": the engine for scripts. Heavy parts (nn, optim, data, ...) load when first used.
+-- require "ps" returns the engine's functions for scripts. Large parts (nn, optim, data, ...) are loaded when they are
+-- first used.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local scope = require "ps.core.scope"
@@ -12,7 +13,7 @@ local random = require "ps.core.random"
 require "ps.core.words"
 
 ---@class ps
----@field functional ps.functional also called F; loaded when it is first used
+---@field functional ps.functional is also called F; it is loaded when it is first used
 ---@field F ps.functional
 local ps = {
   scope_begin = scope.begin, scope_end = scope.finish,
@@ -44,8 +45,8 @@ ps.version = native.ffi.string(native.C.ps_version())
 local caller = native.caller
 local error = caller.error
 
--- Returns a function that calls a tensor method. For arithmetic, the first argument can be a number and the second a
--- tensor.
+-- Returns a function that calls a tensor method. For arithmetic methods, the first argument can be a number if the
+-- second is a tensor.
 local function as_function(name, arithmetic)
   local methods, is_tensor = tensor.exact, scope.is_tensor
   return function(a, ...)
@@ -58,7 +59,7 @@ local function as_function(name, arithmetic)
   end
 end
 
---- Elementwise and shape functions are also available as ps.exp(x), ps.matmul(a, b), ps.where(c, a, b), ...
+--- Elementwise functions and shape functions are also available as ps.exp(x), ps.matmul(a, b), ps.where(c, a, b), ...
 for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do
   ps[name] = as_function(name, true)
 end
@@ -82,20 +83,24 @@ end
 function ps.memory(...) return exact.of(require("ps.memory.views").memory, "ps.memory")(...) end
 function ps.chunks(...) return exact.of(require("ps.memory.views").chunks, "ps.chunks")(...) end
 
---- Returns the trace from which the plan for steps like the last one was made: the trace indices of a step (its ops
---- that use chunks) in order, each with its chunks. The list prints as a table in which adjacent indices with the same
---- chunks share a row. The list is empty before the first step is planned.
----@param options? integer|string|{all?: boolean, action?: string} a chunk's id selects the indices that use the chunk;
---- a tensor's name selects those that use a chunk with the tensor. action: selects the indices of one action
+--- Returns a trace. It is the trace from which the plan was made for steps like the last step. It lists the trace
+--- indices of a step in order, each with its chunks. A trace index is an op that uses chunks. The list prints as a
+--- table. Adjacent indices with the same chunks share a row of this table. Before the first step is planned, the list
+--- is empty.
+---@param options? integer|string|{all?: boolean, action?: string} a chunk's id selects the indices that use this chunk;
+--- a
+--- tensor's name selects the indices that use a chunk with this tensor. action: selects the indices of one action
 --- ("forward", "backward", "update", ...). all: if true, every row is printed.
----@return ps.view.Moment[] moments The list's field `other` has the peak of bytes outside chunks for each tier.
+---@return ps.view.Moment[] moments The list has a field `other`. It has the peak number of bytes outside chunks for
+--- each
+--- tier.
 function ps.trace(options)
   local engine = require("ps.engine.setup").current()
   return require("ps.memory.trace").trace(engine and require("ps.engine.step").trace(engine), options)
 end
 
---- Returns the state of the open engine as a table that prints as one line. Returns nil if no engine is open, or if its
---- parameters are in plain memory.
+--- Returns the state of the open engine as a table. The table prints as one line. Returns nil if no engine is open, or
+--- if the engine's parameters are in plain memory.
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
 --- parameters: integer, scheduler?: ps.Schedule, steps: integer, micro: integer, micros: integer, in_step: boolean,
 --- config: ps.Config}? state
@@ -105,49 +110,50 @@ function ps.engine()
 end
 
 --- Returns the speed of Adam and of copies on a device. The first call in a process measures it, unless an engine has
---- done so.
+--- already measured it.
 ---@param device string
 ---@return ps.Rates
 function ps.device_rates(device) return require("ps.engine.plan.rates").measured(device) end
 
---- Creates models without data, which is added later: see ps/nn/deferred.lua.
+--- Creates models without data. The data is added later (see ps/nn/deferred.lua).
 function ps.deferred(...) return exact.of(require("ps.nn.deferred").make, "ps.deferred")(...) end
 function ps.materialize(...) return exact.of(require("ps.nn.deferred").materialize, "ps.materialize")(...) end
 
---- Creates an engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
+--- Creates an engine and its optimizer (see lua/ps/engine/init.lua and docs/config.md).
 function ps.initialize(...)
   native.check_running "ps.initialize"
   return exact.of(require("ps.engine").initialize, "ps.initialize")(...)
 end
 ps.initialize_engine = ps.initialize
 
---- Prints help about a function, an op, a class or a module: see ps/prompt/help.lua.
+--- Prints help about a function, an op, a class or a module (see ps/prompt/help.lua).
 function ps.help(...) return exact.of(require("ps.prompt.help").of(ps).help, "ps.help")(...) end
 
---- Finds the first op that makes a NaN or an infinity: see ps/inspect/anomaly.lua.
+--- Finds the first op whose result contains a NaN or an infinity (see ps/inspect/anomaly.lua).
 function ps.set_detect_anomaly(...)
   return exact.of(require("ps.inspect.anomaly").set_detect_anomaly, "ps.set_detect_anomaly")(...)
 end
 function ps.detect_anomaly(...) return require("ps.inspect.anomaly").detect_anomaly(...) end
 
---- Writes a value to a .pt or .safetensors file: see ps/io/serialize.lua.
+--- Writes a value to a .pt or .safetensors file (see ps/io/serialize.lua).
 function ps.save(value, path) return require("ps.io.serialize").save(value, path) end
 function ps.load(path, options) return require("ps.io.serialize").load(path, options) end
 
 --- Returns the model in a folder that Hugging Face's save_pretrained wrote, or the model with that name in Hugging
---- Face's cache. Nothing is downloaded. Every field of its config.json except dtype is applied, or is an error that
---- names it. Weights are read one tensor at a time. In an engine's model_func they are read directly into its chunks,
---- and each rank reads the tensors that it owns. A head's parameters that the files lack get random values from the
---- seed. A line on standard error names these parameters and the files' unused tensors.
+--- Face's cache. Nothing is downloaded. Every field of its config.json except dtype is applied. If a field is not
+--- supported, the error names it. Weights are read one tensor at a time. In an engine's model_func, weights are read
+--- directly into the engine's chunks, and each rank reads only the tensors that it owns. Parameters of the head that
+--- the files lack get random values from the seed. A line on standard error names these parameters, and the tensors of
+--- the files that the model does not use.
 ---@param name string a folder, or a name such as "gpt2" or "google-bert/bert-base-uncased"
 ---@param options? table task ("causal_lm", "masked_lm", "sequence_classification", "token_classification",
 --- "question_answering" or "base"; default: config.json's architectures), dtype (default: the dtype of new tensors;
 --- "auto" is the file's dtype), device, recompute, revision, quiet, ignore_mismatched_sizes (a head whose sizes differ
---- starts from random values), mmap (true keeps weights in their safetensors files, see docs/pretrained.md; "auto" does
---- so if possible), keep_quantized (true keeps weights of a GGUF file, or of a folder in NF4, packed and frozen, see
+--- starts with random values), mmap (true keeps weights in their safetensors files, see docs/pretrained.md; "auto" does
+--- this if possible), keep_quantized (true keeps weights of a GGUF file, or of a folder in NF4, packed and frozen, see
 --- docs/gguf.md), int8_activations (with keep_quantized: true rounds activations to 8 bits in generation, which is
---- faster), dropout, and settings that replace those in config.json: num_labels, hidden_dropout_prob, ... For a folder
---- with an adapter (docs/adapters.md), the base model to which it refers is also loaded.
+--- faster), dropout, and settings that replace those in config.json: num_labels, hidden_dropout_prob, ... If the folder
+--- contains an adapter (docs/adapters.md), the base model that the adapter names is also loaded.
 ---@return ps.pretrained.Model model
 function ps.from_pretrained(name, options)
   local load = require("ps.pretrained").load
@@ -156,24 +162,24 @@ function ps.from_pretrained(name, options)
   return require("ps.lora").from_pretrained(name, options)
 end
 
---- Packs the weights of a model's linear layers as NF4, Q8_0, Q4_K and other types. Packed weights are frozen: see
---- ps/nn/quantize.lua.
+--- Packs the weights of a model's linear layers as NF4, Q8_0, Q4_K or another type. Packed weights are frozen (see
+--- ps/nn/quantize.lua).
 ---@param model ps.nn.Module a model without adapters, before ps.initialize
 ---@param options? {type?: string, skip?: string[], int8_activations?: boolean, double_quant?: boolean} type: "nf4"
---- (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k" or "q6_k"; skip: names of layers, or their last
---- components, that are not packed; double_quant: for "nf4", 4.127 bits per weight instead of 4.5
+--- (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k" or "q6_k". skip: layers that are not packed, by their
+--- names or the last components of their names. double_quant: for "nf4", uses 4.127 bits per weight instead of 4.5
 ---@return ps.nn.Module model
 ---@return {name: string, type: string}[] layers The packed layers.
 function ps.quantize(model, options) return require "ps.nn.quantize"(model, options) end
 
---- Returns a model with random weights, in training mode, from a config.json. Every field is applied, or is an error
---- that names it, as in ps.from_pretrained.
+--- Returns a model with random weights from a config.json. The model is in training mode. As in ps.from_pretrained,
+--- every field is applied. If a field is not supported, the error names it.
 ---@param source string|table a folder, a name in Hugging Face's cache, or the decoded fields
 ---@param options? {task?: string, dtype?: string, device?: string, recompute?: boolean, revision?: string}
 ---@return ps.pretrained.Model model
 function ps.from_config(source, options) return require("ps.pretrained").from_config(source, options) end
 
---- Functions for distributed runs: see ps/dist/init.lua.
+--- Functions for distributed runs (see ps/dist/init.lua).
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do
   ps[name] = function(...) return ps.dist[name](...) end
@@ -200,7 +206,7 @@ local lazy = { nn = "ps.nn", lora = "ps.lora", preference = "ps.lora.preference"
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
   comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm is the older name
 
--- Functions whose files are loaded when a script first uses one of them.
+-- Functions that are loaded from their file when a script first uses one of them.
 local file_of = {}
 for file, names in pairs { ["ps.tensor.composed"] = "eye linspace einsum one_hot",
   ["ps.tensor.shapes"] = "tril_indices triu_indices meshgrid",
@@ -228,7 +234,7 @@ local function old_checkpoint() require "ps.checkpoint" end
 
 setmetatable(ps, {
   __names = function() return lazy_names end,
-  all = function()               -- ps with all its functions loaded, for code that lists them
+  all = function()               -- loads all functions of ps and returns ps, for code that lists them
     for name in pairs(file_of) do local _ = ps[name] end
     return ps
   end,

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Resolves the batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
--- data-parallel processes. A missing value follows from the others. Processes that share a model's stages or layers get
--- the same rows.
+-- Resolves the batch sizes. train_batch_size is the product of train_micro_batch_size_per_gpu,
+-- gradient_accumulation_steps and the number of data-parallel processes. A missing value is computed from the others.
+-- Processes that share a model's stages or layers get the same rows.
 local hooks = require "ps.core.hooks"
 local types = require "ps.core.types"
 
@@ -9,10 +9,10 @@ local batch = {}
 
 local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
---- Returns the number of data-parallel groups. Groups have different rows of a batch.
+--- Returns the number of data-parallel groups. Each group has its own rows of a batch.
 ---@param state ps.config.State
 ---@param cfg ps.Config
----@param world? integer number of processes, or nil for the processes of one model replica
+---@param world? integer number of processes; nil stands for the processes of one model replica
 ---@return integer
 function batch.data_parallel(state, cfg, world)
   local stages, parts = cfg.pipeline.stages, cfg.tensor_parallel.size
@@ -30,7 +30,7 @@ end
 
 ---@param state ps.config.State
 ---@param cfg ps.Config
----@param dp integer data-parallel processes
+---@param dp integer number of data-parallel processes
 function batch.resolve(state, cfg, dp)
   local total, micro, steps = cfg[TOTAL], cfg[MICRO], cfg[STEPS]
   cfg.counts_micro_batches = steps ~= nil or total ~= nil and micro ~= nil

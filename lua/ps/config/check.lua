@@ -1,26 +1,26 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks a raw configuration against the schema: unknown keys, wrong types, refused keys, "auto", defaults. The result
--- has every section and every default. Other files then check relations between keys (batch_sizes.lua, memory.lua,
--- ...).
+-- Checks a raw configuration against the schema, for unknown keys, wrong types and refused keys. Also resolves "auto",
+-- and adds defaults. The result has every section and every default. Other files (batch_sizes.lua, memory.lua, ...)
+-- then check the relations between keys.
 local nearest = require "ps.core.nearest"
 local json = require "ps.config.json"
 local types = require "ps.core.types"
 
 local check = {}
 
----@class ps.config.State state of reading a configuration
----@field name string the source's name in errors
----@field later boolean whether keys that only a later version will honour are accepted
----@field auto table<string, any> values for "auto", by full path or last name
----@field given table<string, boolean> paths whose value was written, or given in place of "auto"
----@field defaulted string[] paths where "auto" became the default
----@field spelt table<string, string> alias under which a path was written, by path
+---@class ps.config.State state while a configuration is read
+---@field name string the name of the source in errors
+---@field later boolean whether to accept keys that only a later version will honour
+---@field auto table<string, any> values that replace "auto", by full path or last name
+---@field given table<string, boolean> paths whose value was written, or was given in place of "auto"
+---@field defaulted string[] paths whose "auto" was replaced by the default
+---@field spelt table<string, string> the alias under which a path was written, by path
 ---@field ignored table[] {words =, paths = {...}} ignored paths by reason, in the order in which they were found
----@field notes string[]
+---@field notes string[] texts for the user
 local State = {}
 State.__index = State
 
---- Returns the path as the configuration spells it.
+--- Returns a path in the spelling that the configuration uses.
 ---@param path string
 ---@return string
 function State:shown(path)
@@ -42,7 +42,7 @@ end
 function State:note(format, ...) self.notes[#self.notes + 1] = format:format(...) end
 
 ---@param path string
----@param words string the reason why it has no effect here
+---@param words string the reason why the path has no effect here
 function State:ignore(path, words)
   for _, group in ipairs(self.ignored) do
     if group.words == words then
@@ -67,8 +67,8 @@ function check.show(value)
   return "a list (" .. table.concat(items, ", ") .. (#value > 4 and ", ..." or "") .. ")"
 end
 
---- Describes a value that is not of a type, such as "is -1; expected a number of at least 0". Returns nil for a value
---- of the type.
+--- Describes a value that is not of the given type, such as "is -1; expected a number of at least 0". Returns nil if
+--- the value is of the type.
 ---@param value any
 ---@param type_of ps.config.Type
 ---@return string?
@@ -77,7 +77,7 @@ function check.problem(value, type_of)
 end
 
 --- Describes the first setting that is out of range, such as "lr is -1; expected a number of at least 0". Returns nil
---- if there is none.
+--- if no setting is out of range.
 ---@param settings table
 ---@param types_of table<string, ps.config.Type>
 ---@return string?
@@ -106,8 +106,8 @@ local function names_in(node)
   return names
 end
 
--- Returns the root of the schema, which is large and only needed while a configuration is read. Lua's collector may
--- free it afterwards.
+-- Returns the root of the schema. The schema is large and only needed while a configuration is read. Lua's collector
+-- may therefore free it afterwards.
 local SCHEMA = { "ps.config.schema", "ps.config.schema_deepspeed", "ps.config.schema_mesh" }
 local kept = setmetatable({}, { __mode = "v" })
 local function schema_root()
@@ -120,14 +120,15 @@ local function schema_root()
   return root
 end
 
--- Calls visit(section's path, name) for every key of the schema, each once.
+-- Calls visit(section's path, name) once for every key of the schema.
 local function each_name(node, visit)
   for _, name in ipairs(names_in(node)) do visit(node.path, name) end
   for _, sub in ipairs(node.subs) do each_name(sub.node, visit) end
   for _, variant in pairs(node.variants or {}) do each_name(variant, visit) end
 end
 
--- Returns the sections that contain a name, sorted; with `near`, the full paths of similar names instead.
+-- Returns the paths of the sections that contain a name, sorted. With `near`, returns the full paths of similar names
+-- instead.
 local function elsewhere(name, near)
   local found, seen = {}, {}
   each_name(schema_root(), function(path, other)
@@ -186,7 +187,7 @@ local function check_auto(state)
   end
 end
 
--- Returns the value that replaces "auto", or nil for the default.
+-- Returns the value that replaces "auto". Returns nil if the default replaces it.
 local function resolve_auto(state, row)
   local value = state.auto[row.path]
   if value == nil then value = state.auto[row.key] end
@@ -281,7 +282,8 @@ function take_section(state, node, given)
   return out
 end
 
--- Returns the table that contains the last name of a path, and that name. make: creates missing tables along the path.
+-- Returns the table that contains the last name of a path, and the last name. If `make` is true, creates missing tables
+-- along the path.
 local function holder(raw, path, make)
   local at, last = raw, path:match("[^.]+$")
   for name in path:sub(1, #path - #last):gmatch("[^.]+") do
@@ -292,7 +294,7 @@ local function holder(raw, path, make)
   return at, last
 end
 
--- Moves a value from an alias to its key. Raises an error if both have different values.
+-- Moves the values of aliases to their keys. Raises an error if an alias and its key have different values.
 local function move_aliases(state, raw, node)
   for _, row in ipairs(node.rows) do
     local from, key = holder(raw, row.path)
@@ -323,7 +325,8 @@ local function same(a, b)
   return #a == #b
 end
 
--- Adds values that a script set elsewhere, by path: { value, where }. Raises an error if the configuration differs.
+-- Adds values that a script has set in other places. `asked` maps a path to { value, where }. Raises an error if the
+-- configuration has another value.
 local function add_asked(state, raw, asked)
   for path, given in pairs(asked) do
     local target, name = holder(raw, path, true)
@@ -338,12 +341,13 @@ local function add_asked(state, raw, asked)
   end
 end
 
--- paths that later checks add to a checked table
+-- Paths that later checks add to a checked table.
 local DERIVED = { precision = true, counts_micro_batches = true, rate_given = true, optimizer_given = true,
   grad_accum_dtype = true, ["fp16.dynamic"] = true,
   ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
 
---- Returns a checked table in the form of a source, with the given keys and the keys that differ from their defaults.
+--- Returns a checked table in the form of a source. It has the given keys, and the keys whose values are not their
+--- defaults.
 ---@param cfg table
 ---@param given table<string, boolean> paths
 ---@return table raw
@@ -367,11 +371,11 @@ function check.written(cfg, given)
   return section(schema_root(), cfg)
 end
 
---- Checks a raw table against the schema, and changes the table.
+--- Checks a raw table against the schema. This changes the table.
 ---@param raw table
 ---@param name string
 ---@param auto? table<string, any>
----@param asked? table<string, any[]> values that were set elsewhere, with the place where each was set, by path
+---@param asked? table<string, any[]> values that were set in other places, by path: { value, place }
 ---@param later? boolean
 ---@return table cfg
 ---@return ps.config.State state

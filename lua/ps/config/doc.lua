@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Prints the schema as the reference tables of docs/config.md, for tools/config_doc.lua. A spec checks that they are up
--- to date.
+-- Formats the schema as the reference tables of docs/config.md, for tools/config_doc.lua. A spec checks that the tables
+-- in the file are up to date.
 local schema = require "ps.config.schema"
 local check = require "ps.config.check"
 local wrap = require "ps.core.wrap"
@@ -18,7 +18,7 @@ local function default_of(row)
   return "`" .. check.show(row.default) .. "`"
 end
 
--- Returns the status of a key, and its effect or the reason why it has none.
+-- Returns the status of a key. Also returns the effect of the key, or the reason why it has none.
 local function meaning(row)
   if row.status == "alias" then return "honoured", "another spelling of `" .. row.words .. "`" end
   if row.status == "later" then return "refused", "not in this version: " .. row.words end
@@ -32,7 +32,7 @@ local function heading(section)
   return section[1] .. (section.of and " of " .. section.of or "")
 end
 
---- Returns all tables, one per section, as Markdown.
+--- Returns all tables as Markdown. Each section has one table.
 ---@return string
 function doc.tables()
   local lines = {}
@@ -53,7 +53,7 @@ function doc.tables()
   return table.concat(lines, "\n") .. "\n"
 end
 
---- Returns the text of docs/config.md with new tables.
+--- Returns the text of docs/config.md with its tables replaced by new ones.
 ---@param text string
 ---@return string
 function doc.renew(text)

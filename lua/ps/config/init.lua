@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads configurations: a Lua table, a .lua file, or an unchanged DeepSpeed .json file, checked and completed for the
--- engine.
+-- Reads configurations. A configuration is a Lua table, a .lua file, or an unchanged DeepSpeed .json file. It is
+-- checked and completed for the engine.
 --
 --   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
 --
--- Names and nesting are DeepSpeed's. docs/config.md lists the keys, which are the rows of config/schema.lua. `notes`
--- are texts about accepted keys without an effect, and about decisions made for the user. Callers print each text once.
+-- Names and nesting are those of DeepSpeed. docs/config.md lists the keys, which are the rows of config/schema.lua.
+-- `notes` is a list of texts. They describe accepted keys that have no effect, and decisions made for the user. Callers
+-- print each text once.
 local caller = require "ps.core.caller"
 local source = require "ps.config.source"
 local check = require "ps.config.check"
@@ -16,11 +17,12 @@ local optimizers = require "ps.optimizers"
 
 local config = {}
 
----@class ps.Config all fields are set, except that a field marked with ? can be nil
+---@class ps.Config all fields are set, except that fields marked with ? can be nil
 ---@field train_batch_size? integer nil if no batch size was given
 ---@field train_micro_batch_size_per_gpu? integer nil if no batch size was given
 ---@field gradient_accumulation_steps integer
----@field counts_micro_batches boolean whether the number of micro-batches was given, or follows from given batch sizes
+---@field counts_micro_batches boolean whether the number of micro-batches was given, or can be computed from given
+--- sizes
 ---@field gradient_clipping number upper bound on the global norm, or 0 for no clipping
 ---@field optimizer ps.config.Optimizer
 ---@field scheduler? {type: string, params: table} description of the schedule for sched.from_config
@@ -33,23 +35,24 @@ local config = {}
 --- boolean|integer} tp_overlap_comm: the argument of mesh.pieces
 ---@field zero_optimization ps.config.Zero
 ---@field memory ps.config.Memory
----@field chunk_size? integer elements, or nil to search for the best size
+---@field chunk_size? integer number of elements of a chunk; nil to search for the best size
 ---@field device "auto"|"cpu"|"sim"|"cuda"
 ---@field eviction string one of ps.config.policies
----@field prefetch boolean|integer an integer is a limit in bytes
+---@field prefetch boolean|integer an integer limits the prefetched bytes
 ---@field rate_given boolean whether optimizer.params.lr was given
 ---@field optimizer_given boolean whether optimizer.type or optimizer.params.lr was given
 ---@field overlap_optimizer boolean|"auto"
 ---@field recompute boolean
 ---@field activation_checkpointing {cpu_checkpointing: boolean}
 ---@field strict_gradients boolean
----@field plan_print boolean|"all" true if rank 0 prints, "all" if all ranks print
+---@field plan_print boolean|"all" true if rank 0 prints the plan, "all" if all ranks print it
 ---@field seed? integer
 ---@field use_cpu_embedding boolean|"auto"
 ---@field client {mem_tracer: ps.config.MemTracer, opts: table}
----@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} speeds; nil
---- means that they are measured
----@field steps_per_print? integer nil to print no lines
+---@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} speeds of
+--- updates
+--- and copies; a rate that is nil is measured
+---@field steps_per_print? integer number of steps between printed lines; nil to print no lines
 ---@field wall_clock_breakdown boolean
 ---@field memory_breakdown boolean
 ---@field flops_profiler ps.config.FlopsProfiler
@@ -64,7 +67,7 @@ local config = {}
 ---@class ps.config.FlopsProfiler
 ---@field enabled boolean
 ---@field profile_step integer number of steps before the profiled step
----@field module_depth integer number of levels, or -1 for all
+---@field module_depth integer number of levels of modules, or -1 for all levels
 ---@field top_modules integer
 ---@field detailed boolean
 ---@field output_file? string
@@ -76,9 +79,9 @@ local config = {}
 
 ---@class ps.config.Fp16
 ---@field enabled boolean
----@field dynamic boolean whether the loss scale adapts to overflows
----@field loss_scale number the scale, or 0 if it is dynamic
----@field initial_scale number initial scale if it is dynamic
+---@field dynamic boolean whether overflows change the loss scale
+---@field loss_scale number the fixed loss scale, or 0 if the scale is dynamic
+---@field initial_scale number the initial value of a dynamic loss scale
 ---@field loss_scale_window integer
 ---@field hysteresis integer
 ---@field consecutive_hysteresis boolean
@@ -87,14 +90,15 @@ local config = {}
 ---@class ps.config.Pipeline
 ---@field stages integer
 ---@field schedule "gpipe"|"1f1b"|"interleaved"|"looped_bfs"|"zb_h1"|"zb_v"
----@field virtual_stages integer number per process
+---@field virtual_stages integer number of virtual stages on each process
 ---@field partition string "best", or another method to cut the model
 ---@field activation_checkpoint_interval integer 0 or 1
 
 ---@class ps.config.Zero
 ---@field stage integer
 ---@field reshard_after_forward "auto"|"always"|"never"
----@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: the configuration
+---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: whether the
+--- configuration
 --- itself sets device to "none", which is also the default
 ---@field offload_param {device: "none"|"cpu"|"nvme"}
 
@@ -105,10 +109,10 @@ local config = {}
 
 ---@class ps.config.Memory budgets in bytes
 ---@field kind "chunk"|"plain" with "plain", the other fields are absent
----@field device? integer nil if it is unknown, or if the device is the host
----@field host? integer nil if it is unknown
----@field disk? {path: string, limit?: integer, checksums?: boolean} nil without a disk tier; limit: nil for the bytes
---- that the plan needs
+---@field device? integer nil if the budget is unknown, or if the device is the host
+---@field host? integer nil if the budget is unknown
+---@field disk? {path: string, limit?: integer, checksums?: boolean} nil if there is no disk tier. limit: nil means that
+--- the plan determines the number of bytes
 
 ---@class ps.config.Available
 ---@field device? number
@@ -116,15 +120,17 @@ local config = {}
 ---@field disk? number
 
 ---@class ps.config.Options
----@field asked? table<string, any[]> values that were set elsewhere, with the place for errors, by path
----@field later? boolean accept keys that only a later version honours, which are otherwise an error, for tools that
---- plan
+---@field asked? table<string, any[]> values that were set in other places, by path; each has its place, for errors
+---@field later? boolean whether to accept keys that only a later version honours. They are otherwise an error. Tools
+--- that
+--- plan set this option
 ---@field world_size? integer number of processes (default: the processes of one model replica)
----@field device? string|fun(): string the device for "auto"; a function is called only if it is needed
----@field available? ps.config.Available|fun(device: string): ps.config.Available available bytes, to which ratios and
---- shares such as "80%" refer; a function is called with the configuration's device
----@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
----@field client? table settings of the section client, which override the configuration's
+---@field device? string|fun(): string the device that replaces "auto"; a function is called only if it is needed
+---@field available? ps.config.Available|fun(device: string): ps.config.Available numbers of available bytes. Ratios,
+--- and
+--- shares such as "80%", are fractions of these numbers. A function is called with the configuration's device
+---@field auto? table<string, any> values that replace "auto", by full path ("optimizer.params.lr") or last name ("lr")
+---@field client? table settings for the section client, which override those of the configuration
 
 local OF_ADAM = { adam_w_mode = true, torch_adam = true }          -- keys that are not settings of Adam
 
@@ -148,7 +154,7 @@ local function refuse_others(state, made)
   end
 end
 
--- Sets settings that are not given to the defaults of this optimizer.
+-- Sets the settings that are not given to the defaults of this optimizer.
 local function fill_settings(state, made, params)
   for _, key in ipairs(made.settings) do
     if not state.given["optimizer.params." .. key] and (params[key] == nil or key == "betas" or key == "eps") then
@@ -158,7 +164,7 @@ local function fill_settings(state, made, params)
   end
 end
 
--- Sets the kind of Adam from `type` and `adam_w_mode`.
+-- Determines the kind of Adam from `type` and `adam_w_mode`.
 local function resolve_optimizer(state, cfg)
   local optimizer = cfg.optimizer
   local params = optimizer.params
@@ -185,7 +191,7 @@ end
 local SCHEDULERS = {}
 for _, name in ipairs(require "ps.config.schedules") do SCHEDULERS[name:lower()] = name end
 
--- schedules whose max_lr is the optimizer's rate by default
+-- Schedules whose option max_lr has the optimizer's rate as its default.
 local RISES = { warmup_cosine = true, warmup_linear = true, constant = true }
 
 local function resolve_scheduler(state, cfg)
@@ -278,7 +284,7 @@ local function resolve_prefetch(state, cfg)
   if not state.given.prefetch then cfg.prefetch = moves end
 end
 
--- Adds a note that repeats a warning of DeepSpeed.
+-- Adds the same note as a warning of DeepSpeed.
 local function look_at_vocabulary(state, size)
   if size and size % 8 ~= 0 then
     state:note("vocabulary_size is %d, not a multiple of 8: products with it are slow on GPUs; %d rows would be "
@@ -287,7 +293,7 @@ local function look_at_vocabulary(state, size)
   end
 end
 
--- Adds the notes about keys after all others, one line per reason.
+-- Adds the notes about ignored keys and defaults, one for each reason. They follow all other notes.
 local function finish_notes(state, cfg)
   if #state.defaulted > 0 then
     local list = {}
@@ -304,7 +310,8 @@ local function finish_notes(state, cfg)
   return state.notes
 end
 
--- Resolves the remaining keys of OSLO's section. Its sizes are in their own sections already.
+-- Resolves those keys of OSLO's section that remain. The sizes in OSLO's section have already been moved to their own
+-- sections.
 local function resolve_parallelism(state, cfg)
   local off = cfg.model_parallelism.enable == false
   for _, path in ipairs { "pipeline.stages", "tensor_parallel.size" } do
@@ -331,10 +338,10 @@ end
 local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table",
   client = "table", asked = "table", later = "boolean" }
 
--- the paths that were given, keyed by checked table
+-- Maps a checked table to the paths that were given.
 local checked = setmetatable({}, { __mode = "k" })
 
--- Merges the argument `client` into the configuration's section, which it overrides.
+-- Merges the argument `client` into the configuration's section of the same name, and overrides its values.
 local function add_client(raw, client)
   local into = type(raw.client) == "table" and raw.client or {}
   for key, value in pairs(client) do into[key] = value end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads JSON strictly, for configuration files. A duplicate key is an error (cjson silently keeps the last), and every
--- error names its line and column. null becomes json.null, so that a key with null is visible. Comments begin with //
--- and end with their line.
+-- Reads JSON in configuration files strictly. A duplicate key is an error, while cjson silently uses the last value.
+-- Every error names its line and column. null becomes json.null, so a key with the value null can be found. Comments
+-- are allowed. They begin with // and end at the end of the line.
 local json = { null = setmetatable({}, { __tostring = function() return "null" end }) }
 
 local DEEPEST = 100
@@ -14,7 +14,7 @@ local function fail(reader, at, message)
   error(("%s:%d:%d: %s"):format(reader.name, line, at - start + 1, message), 0)
 end
 
--- Returns the text at a position, for errors.
+-- Returns the text at a position, for error messages.
 local function found(reader, at)
   if at > #reader.text then return "the end of the file" end
   return ("'%s'"):format(reader.text:match("^[%w_%-%.]+", at) or reader.text:sub(at, at))
@@ -37,7 +37,8 @@ local function utf8(code)
   return string.char(0xF0 + math.floor(code / 0x40000), 0x80 + math.floor(code / 0x1000) % 0x40) .. low
 end
 
--- Returns the character of the \u escape at `at`, or of two surrogates, and the position after it.
+-- Returns the character of the \u escape at the position `at`, and the position after the escape. Two escapes that are
+-- surrogates form one character.
 local function unicode(reader, at)
   local code = tonumber(reader.text:match("^\\u(%x%x%x%x)", at) or "", 16)
   if not code then fail(reader, at, "\\u needs four hexadecimal digits") end
@@ -90,7 +91,7 @@ end
 
 local value_at
 
--- Reads items or members up to `close`. one(n) reads one of them.
+-- Reads the items of a list or the members of an object until the character `close`. one(n) reads a single item.
 local function sequence(reader, close, one)
   local open = reader.at
   reader.depth = reader.depth + 1

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Resolves the tiers and their budgets to { kind, device, host, disk }, from the section memory, DeepSpeed's offload
--- sections and PatrickStar's ratios.
+-- Resolves the tiers and their budgets to { kind, device, host, disk }. They are determined by the section memory,
+-- DeepSpeed's sections for offloading, and PatrickStar's ratios.
 local check = require "ps.config.check"
 
 local memory = {}
@@ -8,7 +8,7 @@ local memory = {}
 local OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 local TRACER = "client.mem_tracer."
 
--- Replaces DeepSpeed's former booleans by their sections.
+-- Replaces DeepSpeed's old boolean keys with the sections that have replaced them.
 local function old_spellings(state, zero)
   for old, new in pairs { cpu_offload = "offload_optimizer", cpu_offload_params = "offload_param" } do
     local path = "zero_optimization." .. new .. ".device"
@@ -49,8 +49,9 @@ local function disk_path(state, cfg)
   return chosen
 end
 
--- Resolves the settings of offloading. An explicit "none" keeps the optimizer's state and updates on the device, so
--- settings that would move some to the host contradict it. The tier of parameters depends only on the budgets.
+-- Resolves the settings of offloading. An explicit "none" keeps the optimizer's state and updates on the device.
+-- Settings that would move a part of them to the host are therefore an error. The tier of parameters depends only on
+-- the budgets.
 local function resolve_offload(state, cfg)
   local optimizer, param = cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param
   if state.given[OPTIMIZER .. ".device"] and optimizer.device == "none" then
@@ -70,7 +71,7 @@ local function resolve_offload(state, cfg)
   end
 end
 
--- settings that apply only to chunks, and only to a device other than the host
+-- Settings that only apply to chunks, and only if the device is not the host.
 local OF_CHUNKS = { "chunk_size", "eviction", "prefetch", "overlap_optimizer", "rates",
   TRACER .. "overall_gpu_mem_ratio", TRACER .. "overall_cpu_mem_ratio", TRACER .. "margin_use_ratio",
   "client.opts.with_async_move", "optimizer.params.use_hybrid_adam" }
@@ -83,7 +84,7 @@ local function ignore_given(state, paths, words)
   end
 end
 
--- Raises an error for settings that need tiers, which plain memory does not have.
+-- Raises an error for settings that need tiers, because plain memory has no tiers.
 local function refuse_with_plain(state, cfg)
   for _, path in ipairs { "memory.device", "memory.host", "memory.disk" } do
     if state.given[path] then
@@ -100,7 +101,7 @@ local function refuse_with_plain(state, cfg)
   ignore_given(state, OF_CHUNKS, "plain memory has no chunks")
 end
 
--- Returns the bytes of a budget, which may be a share of the available memory.
+-- Returns a budget as a number of bytes. The budget may be given as a share of the available memory.
 local function resolve(state, path, budget, there)
   if type(budget) ~= "table" then return budget end
   if not there then
@@ -113,7 +114,8 @@ local function resolve(state, path, budget, there)
   return bytes
 end
 
--- Returns the budget of a tier in bytes, as given or by PatrickStar's ratio, or nil if the available memory is unknown.
+-- Returns the budget of a tier in bytes. It is the given value, or it is computed with PatrickStar's ratio. Returns nil
+-- if the available memory is unknown.
 local function budget(state, tier, given, ratio_key, share, there)
   local path = "memory." .. tier
   if given then

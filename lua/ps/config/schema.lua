@@ -1,17 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Every key of a configuration. Reading, errors and docs/config.md all use this table. The sections below have the keys
--- with an effect here. schema_mesh.lua has the keys that split a model among processes, and schema_deepspeed.lua the
--- rest of DeepSpeed's keys. All are joined into one list.
+-- that have an effect here. schema_mesh.lua has the keys that split a model among processes, and schema_deepspeed.lua
+-- has DeepSpeed's other keys. All are joined into one list.
 --
--- A section: { path, its description, rows }. `of`: the rows apply only if the parent's `type` has this value. `acts`:
--- the default of `acts` for honoured rows. A row: { key, type, default, status, words, check =, required =, acts = }:
---   honoured   does what DeepSpeed or PatrickStar document; if they do not, `words` describe the effect
---   ignored    accepted, and noted once; `words` say why it has no effect here
---   refused    an error unless it has its default, because the result would differ; `words` say why
---   later      as refused, but planned for a later version
---   alias      another name of the key in `words`; `as` converts its value
+-- A section is { path, its description, rows }. `of`: the rows only apply if the parent's `type` has this value.
+-- `acts`: the default of `acts` for honoured rows. A row is { key, type, default, status, words, check =, required =,
+-- acts = }:
+--   honoured   does what DeepSpeed or PatrickStar document. If they do not document it, `words` describes the effect
+--   ignored    is accepted, and a note is printed once; `words` says why it has no effect here
+--   refused    is an error unless it has its default, because the result would differ; `words` says why
+--   later      is refused, but planned for a later version
+--   alias      is another name of the key in `words`; `as` converts its value
 -- check(value) returns a reason to refuse a value of the right type, or nil. acts: the file that acts on an honoured
--- key, or sets it in C if C alone acts on it. spec/config/acts_spec.lua checks that this file reads the key.
+-- key. If only C acts on the key, it is the file that sets the value in C. spec/config/acts_spec.lua checks that this
+-- file reads the key.
 jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local types = require "ps.core.types"
 local nearest = require "ps.core.nearest"
@@ -20,7 +22,7 @@ local policies = require "ps.config.policies"
 
 local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"
 
--- files that act on keys
+-- The files that act on keys.
 local AGREEMENT = "lua/ps/engine/ranks/agreement.lua"
 local BATCH = "lua/ps/config/batch_sizes.lua"
 local BUDGETS = "lua/ps/config/memory.lua"
@@ -48,7 +50,7 @@ local STATIC = "chunks use the memory that other tensors leave at each trace ind
 local PINNED = "host memory is pinned if there is a GPU"
 local OTHER = "belongs to an optimizer that does not exist here"
 
--- Returns a check that a name is one of `names`. why: text before the list of names in errors.
+-- Returns a check that a name is one of `names`. `why` is the text before the list of names in errors.
 local function one_of(names, why)
   return function(value)
     for _, name in ipairs(names) do
@@ -353,9 +355,11 @@ end
 ---@field status "honoured"|"ignored"|"refused"|"later"|"alias"
 ---@field words string
 ---@field check? fun(value: any): string?
----@field as? fun(value: any): any for an alias, converts the value for the other key; false if an alias has no value
+---@field as? fun(value: any): any for an alias: converts the value for the other key, or returns false if the alias
+--- then
+--- has no value
 ---@field required? boolean
----@field acts? string for an honoured key, the file that acts on it
+---@field acts? string for an honoured key: the file that acts on it
 
 ---@class ps.config.Node a section and its subsections
 ---@field path string
@@ -363,11 +367,11 @@ end
 ---@field row table<string, ps.config.Row>
 ---@field subs table[] {name =, node =}
 ---@field sub table<string, ps.config.Node>
----@field variants? table<string, ps.config.Node> sections by the parent's type
----@field of? string the parent's type to which this section applies
----@field siblings? table<string, ps.config.Node> sections for the other types
----@field optional? boolean whether the section is absent from the result if it is absent from the file
----@field refused? string reason why the whole section is refused
+---@field variants? table<string, ps.config.Node> the sections for values of the parent's type
+---@field of? string the value of the parent's type for which this section applies
+---@field siblings? table<string, ps.config.Node> the sections for other values of the parent's type
+---@field optional? boolean whether the section is absent from the result if the file does not have it
+---@field refused? string the reason why the whole section is refused
 local schema = { sections = sections, statuses = { H, I, R, L, A } }
 
 local function node(path) return { path = path, rows = {}, row = {}, subs = {}, sub = {} } end
@@ -404,6 +408,6 @@ for _, section in ipairs(sections) do
     section[3][i], at.rows[#at.rows + 1], at.row[made.key] = made, made, made
   end
 end
-schema.root.row.memory.section = true      -- if the value is a table, it is the section of the same name
+schema.root.row.memory.section = true      -- a table here is the section of the same name
 
 return schema

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- DeepSpeed's remaining keys: without an effect here, or refused because they would change the result. A part of
--- schema.lua, in its form.
+-- DeepSpeed's remaining keys. They either have no effect here, or are refused because they would change the result.
+-- This file is a part of schema.lua and has the same form.
 jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local call_names = require "ps.core.call_names"
 
 local H, I, R, L = "honoured", "ignored", "refused", "later"
 
--- files that act on keys
+-- The files that act on keys.
 local COMMS = "lua/ps/profile/comms_summary.lua"
 local FLOPS = "lua/ps/engine/report/flops_profiler.lua"
 local MONITOR = "lua/ps/monitor/init.lua"
@@ -25,7 +25,7 @@ local TRAVEL = "values are sent between processes in the type in which they are 
 local LATE = "delayed updates change the result"
 local OFF = "has no effect while the section is off"
 
--- Returns the reason to refuse a table in which a feature is enabled, else nil.
+-- If a feature is enabled in a table, returns the reason to refuse the table. Otherwise returns nil.
 local function enabled_inside(value, path)
   if type(value) ~= "table" then return nil end
   for key, item in pairs(value) do
@@ -40,7 +40,8 @@ local function not_empty(value)
   if next(value) ~= nil then return "it is not empty" end
 end
 
--- Returns nil if each item of a list names a call between processes, else the error about the first other item.
+-- Returns nil if each item of a list names a call between processes. Otherwise returns an error about the first item
+-- that does not.
 local function known_calls(list)
   for _, name in ipairs(list) do
     if type(name) ~= "string" or not call_names[name] then
@@ -52,7 +53,7 @@ local function known_calls(list)
   end
 end
 
--- Returns a section that is refused as a whole: its presence enables the feature.
+-- Returns a section that is refused as a whole, because its presence alone enables the feature.
 local function zenflow(T)
   local rows = {}
   for key in ("topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
@@ -78,14 +79,14 @@ end
 return function(T)
   local off = { "enabled", T.boolean, false }
 
-  -- Returns a section whose keys all have the same reason: { key, type, default }...
+  -- Returns a section in which all keys have the same reason. Each key is { key, type, default }.
   local function all(path, words, why, keys)
     local rows = {}
     for i, key in ipairs(keys) do rows[i] = { key[1], key[2], key[3], I, why } end
     return { path, words, rows }
   end
 
-  -- Returns a section that must be disabled: the reason to refuse it, then its other keys.
+  -- Returns a section that must be disabled. `why` is the reason to refuse it, and `keys` are its other keys.
   local function never(path, why, keys)
     local section = all(path, "", OFF, keys)
     table.insert(section[3], 1, { "enabled", T.boolean, false, R, why })

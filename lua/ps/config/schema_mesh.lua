@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Keys that split a model among processes, and their aliases in DeepSpeed, OSLO and BMTrain: a part of schema.lua, in
--- its form.
+-- The keys that split a model among processes, and their aliases in DeepSpeed, OSLO and BMTrain. This file is a part of
+-- schema.lua and has the same form.
 jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local H, I, A = "honoured", "ignored", "alias"
 
--- files that act on keys
+-- The files that act on keys.
 local ROW = "lua/ps/engine/pipeline/row.lua"
 local SETTLED = "lua/ps/config/init.lua"
 local SETUP = "lua/ps/engine/setup.lua"

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Keys of learning-rate schedules: a part of schema.lua, in its form.
+-- The keys of learning-rate schedules. This file is a part of schema.lua and has the same form.
 jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local schedules = require "ps.config.schedules"
 local H, SCHED = "honoured", "lua/ps/optim/sched.lua"
@@ -8,7 +8,7 @@ local H, SCHED = "honoured", "lua/ps/optim/sched.lua"
 ---@param one_of fun(names: string[], why: string): fun(value: string): string?
 ---@return table[] sections
 return function(T, one_of)
-  -- rows that several of Hugging Face's schedules share
+  -- Rows that several of Hugging Face's schedules share.
   local warmup = { "num_warmup_steps", T.integer(0), 0, H, "number of warm-up steps, from 0 to the optimizer's rate" }
   local total = { "num_training_steps", T.integer(1), nil, H, "number of steps until the end of the "
     .. "schedule", required = true }

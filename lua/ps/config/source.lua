@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads the sources of a configuration: a Lua table, a .lua file that returns one (run in an empty environment), a JSON
--- file, or JSON as base64. The result is a copy that the caller may change.
+-- Reads the source of a configuration. A source is a Lua table, a .lua file that returns a table, a JSON file, or JSON
+-- as base64. A .lua file is run in an empty environment. The result is a copy that the caller may change.
 local json = require "ps.config.json"
 local without_bom = require "ps.core.bom"
 local read_file = require "ps.core.read_file"
-local lib_null = require("cjson").null                     -- null in a table that a script decoded with cjson
+local lib_null = require("cjson").null                     -- a null in tables that a script decoded with cjson
 
 local source = {}
 
 local DEEPEST = 32
 
--- Returns a copy without metatables. Raises an error at a depth that only a table within itself reaches.
+-- Returns a copy without metatables. Raises an error if the nesting is so deep that a table must contain itself.
 local function copy(value, name, depth)
   if rawequal(value, lib_null) then return json.null end
   if type(value) ~= "table" or value == json.null then return value end
@@ -26,7 +26,7 @@ local ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789
 local SIXBITS = { ["+"] = 62, ["-"] = 62, ["/"] = 63, ["_"] = 63 }
 for i = 1, #ALPHABET do SIXBITS[ALPHABET:sub(i, i)] = i - 1 end
 
--- Decodes base64 in either alphabet, or returns nil for any other text.
+-- Decodes base64 in either of its two alphabets. Returns nil for any other text.
 local function base64(text)
   text = text:gsub("%s", "")
   local body, padding = text:match("^([%w%+/_%-]+)(=*)$")

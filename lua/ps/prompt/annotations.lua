@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Parses the annotations above functions. tools/api_doc.lua makes docs/api.md from them, and ps.help shows them.
+-- Parses the annotations above functions. tools/api_doc.lua uses them to make docs/api.md, and ps.help prints them.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local exact = require "ps.core.exact"
 
 local annotations = {}
 
--- Descriptions of functions that are created by one closure and have no annotations in the sources.
+-- Descriptions of functions that have no annotations in the sources, because one closure creates several of them.
 annotations.TEXTS = { ["ps.zeros"] = "All elements 0.", ["ps.ones"] = "All elements 1.",
   ["ps.randn"] = "Normally distributed, mean 0 and deviation 1.", ["ps.rand"] = "Uniform in [0, 1).",
   ["t:half"] = "The same as t:to(\"fp16\").", ["t:bfloat16"] = "The same as t:to(\"bf16\").",
@@ -31,8 +31,8 @@ end
 ---@field params {name: string, type: string, about: string}[]
 ---@field returns {type: string, about: string}[]
 
--- Splits "integer[] a shape" into "integer[]" and "a shape". A blank ends a type unless it is inside brackets or
--- follows ":", "," or "|".
+-- Splits a text such as "integer[] a shape" into the type "integer[]" and the rest, "a shape". A blank ends the type,
+-- unless the blank is inside brackets or follows ":", "," or "|".
 local function split_type(text)
   local depth, at = 0, 1
   while at <= #text do
@@ -85,12 +85,12 @@ end
 ---@field text string
 ---@field fields {name: string, type: string, about: string}[] the fields that are not private
 
--- Adds the class whose annotations begin at a line to `all`.
+-- Reads the class whose annotations begin at line `at`, and adds it to `all`.
 local function read_class(all, lines, at)
   local name, rest = lines[at]:match "^%-%-%-@class%s+([%w_.]+)(.*)$"
   local parent, text = rest:match "^:%s*([%w_.]+)(.*)$"
   local class, last = { name = name, parent = parent, text = (text or rest):match "^%s*(.-)%s*$", fields = {} }, nil
-  local first = at                                         -- text can precede the tag
+  local first = at                                         -- the description can precede the tag
   while first > 1 and lines[first - 1]:match "^%-%-%-" and not lines[first - 1]:match "^%-%-%-%s*@" do
     first = first - 1
   end
@@ -124,7 +124,7 @@ local function read_folder(folder)
   end
 end
 
---- Returns the annotations of a table's class, such as a call's options or its result.
+--- Returns the annotations of a class of tables, such as the options of a call or its result.
 ---@param name string for example "ps.TrainOptions"
 ---@return DescribedClass?
 function annotations.class(name)
@@ -145,7 +145,8 @@ function annotations.classes_in(type, fn)
   end
 end
 
---- Returns how a script calls a function in a table: profiler.save, but profiler["end"], since `end` is a Lua keyword.
+--- Returns how a script calls a function in a table. The result is, for example, profiler.save, but profiler["end"],
+--- because `end` is a Lua keyword.
 ---@param prefix string for example "profiler."
 ---@param name string
 ---@return string
@@ -163,11 +164,12 @@ function annotations.parameter_names(fn)
   local info = debug.getinfo(fn, "u")
   for i = 1, info.nparams do names[i] = debug.getlocal(fn, i) end
   if info.isvararg then names[#names + 1] = "..." end
-  if names[#names] == "extra" then names[#names] = nil end          -- placeholder for ops, which reject this argument
+  -- `extra` is a placeholder of ops, which reject this argument.
+  if names[#names] == "extra" then names[#names] = nil end
   return names
 end
 
---- Returns the methods that models from ps.from_pretrained have in addition to those of every module.
+--- Returns the methods that models from ps.from_pretrained have, but other modules do not.
 ---@return table<string, function>
 function annotations.pretrained()
   local methods, model = {}, require("ps.pretrained.model")
@@ -180,7 +182,7 @@ function annotations.pretrained()
   return methods
 end
 
---- Returns the functions of `ps` that only call a function in another file: name -> called function.
+--- Returns the functions of `ps` that only call a function in another file. Maps each name to the called function.
 ---@return table<string, function>
 function annotations.own()
   local dist = require "ps.dist"

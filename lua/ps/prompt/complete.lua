@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The completions that TAB offers at the prompt: keywords and globals, fields after a dot, methods after a colon.
--- Values are looked up through fields and __index. Functions are not called, even if the line calls them.
+-- The completions that TAB offers at the prompt. They are keywords and globals, fields after a dot, and methods after a
+-- colon. Values are looked up through fields and __index. Functions are never called, even if the line contains calls.
 local complete = {}
 
 local keywords = {}
 for w in ([[and break do else elseif end false for function goto if in local nil not or repeat return then true
     until while]]):gmatch("%a+") do keywords[#keywords + 1] = w end
 
---- Returns the table of methods of a value whose metatable Lua cannot see (FFI types), or nil. Replace this function to
---- support other types.
+--- Returns the table of methods of a value whose metatable is not visible to Lua, such as a value of an FFI type.
+--- Returns nil if there is none. Replace this function to support other types.
 ---@param value any
 ---@return table|nil
 function complete.methods_of(value)
@@ -34,9 +34,9 @@ local function callable(v)
   return type(mt) == "table" and rawget(mt, "__call") ~= nil
 end
 
---- Returns every name that can follow `value` and a dot (after a colon, only methods), with its value. If the value's
---- __index is a function, __names(value) of its metatable returns a table of fields, and a second value that has all
---- other names. Such a value has no methods of its own.
+--- Returns every name that can follow `value` and a dot, with its value. After a colon, returns only methods. If the
+--- value's __index is a function, its metatable may have a function __names(value). This function returns a table of
+--- fields, and a second value whose names also belong to the result. Such a value has no methods of its own.
 ---@param value any
 ---@param methods_only boolean
 ---@return table<string, any>
@@ -69,8 +69,8 @@ local function names_of(value, methods_only)
   return found
 end
 
---- Returns the value of the chain of names and constant indices ("a.b[1].c") at the end of `text`, or nil if there is
---- no chain or one of its names has no value.
+--- Returns the value of the chain at the end of `text`. A chain consists of names and constant indices, such as
+--- "a.b[1].c". Returns nil if there is no chain, or if a name in it has no value.
 ---@param text string
 ---@param root table the table that contains the first name
 ---@return any
@@ -98,10 +98,10 @@ local function resolve(text, root)
   return value
 end
 
---- Returns the sorted names that complete the end of `text`, and the part of `text` that they replace.
+--- Returns the sorted names that complete the end of `text`, and the part of `text` that these names replace.
 ---@param text string the text before the cursor
 ---@param environment? table the environment of statements (default: the globals)
----@return string[] names Functions end in "(".
+---@return string[] names The name of a function ends in "(".
 ---@return string prefix
 function complete.candidates(text, environment)
   local root = environment or _G
@@ -129,7 +129,7 @@ function complete.candidates(text, environment)
   return names, prefix
 end
 
---- Formats names in columns, sorted downwards.
+--- Formats names in columns. Names are sorted from top to bottom.
 ---@param names string[]
 ---@param width integer
 ---@return string
@@ -147,8 +147,8 @@ local function columns(names, width)
   return table.concat(lines, "\n")
 end
 
---- Returns the text that the line editor inserts at the cursor, and the list that it shows if there are several
---- completions.
+--- Returns the text that the line editor inserts at the cursor. If there are several completions, also returns the list
+--- that the line editor shows.
 ---@param text string
 ---@param width integer
 ---@param environment? table the environment of statements (default: the globals)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Hints for habits of other languages, mostly Python: what to write instead of a text that Lua rejects, and what an
--- undefined name stands for. The program adds a hint to the error that it prints. It loads this file only then.
+-- Hints for users with habits from other languages, mostly Python. A hint says what to write in place of a text that
+-- Lua rejects, or what an undefined name means. The program adds a hint to the error that it prints. It loads this file
+-- only after an error.
 local lfs = require "lfs"
 local nearest = require "ps.core.nearest"
 
@@ -15,8 +16,8 @@ local STEP = "Lua has no %s: write x = x %s y"
 local LOCAL = "variables are declared by local: local x = 1"
 local ERROR = "write error(\"the message\")"
 
--- Rules for a line without its strings: a pattern of the line, the hint, and a pattern of the message, if the line
--- alone is not enough. The first that fits is used.
+-- Rules for a line whose strings were removed. A rule has a pattern for the line and a hint. If the line alone is not
+-- sufficient, a rule also has a pattern for the message. The first rule that matches is used.
 local LINES = {
   { "^%s*import%s+[%w_]", "Lua has no import: write local ps = require \"ps\"; local nn, F = ps.nn, ps.F" },
   { "^%s*from%s+[%w_.]+%s+import%s", "Lua has no import: write local ps = require \"ps\"; local nn, F = ps.nn, ps.F" },
@@ -86,8 +87,8 @@ local function read(path)
   return text
 end
 
--- Returns the hint for a syntax error in a text: about the error's line, or about the one before it, since Lua may
--- notice an error only at the next word.
+-- Returns the hint for a syntax error in a text. The hint is about the line of the error or the line before it, because
+-- Lua may detect an error only at the next word.
 local function of_text(text, number, message)
   local lines = {}
   for line in (text .. "\n"):gmatch "(.-)\r?\n" do lines[#lines + 1] = line end
@@ -136,7 +137,7 @@ local METHODS = {
   replace = "write s:gsub(pattern, text)",
 }
 
-local LEAST = 4                                            -- letters of a name for which a similar one is suggested
+local LEAST = 4                                            -- names with fewer letters get no suggestion
 
 -- Returns the hint for an error of a running script.
 local function of_running(message)
@@ -172,12 +173,13 @@ local function of_running(message)
   end
 end
 
-local MOST = 4096                                          -- bytes of a message; Lua's own errors are shorter
+local MOST = 4096                            -- largest message that gets a hint, in bytes; Lua's own errors are shorter
 
 -- -- the hint ---------------------------------------------------------------------------------------------------------
---- Returns a message with a hint, or unchanged if there is none. A traceback remains at the end.
+--- Returns a message with a hint added. If there is no hint, returns the message unchanged. A traceback stays at the
+--- end.
 ---@param message string
----@param text? string the text whose syntax is wrong; by default it is read from the file in the message
+---@param text? string the text with the syntax error; by default it is read from the file that the message names
 ---@return string
 function habits.hinted(message, text)
   local at = message:find("\nstack traceback:", 1, true) or #message + 1

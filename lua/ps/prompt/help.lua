@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- help(x) at the prompt, ps.help elsewhere: the annotations of a function, an op, a class or a module, parsed from the
--- sources by the same code that makes docs/api.md.
+-- Implements help(x) at the prompt and ps.help. They print the annotations of a function, an op, a class or a module.
+-- The code that makes docs/api.md also parses the annotations for this file.
 local annotations = require "ps.prompt.annotations"
 local caller = require "ps.core.caller"
 local foreign = require "ps.core.foreign"
@@ -26,7 +26,7 @@ local TABLES = { "functional", "nn", "optim", "sched", "data", "tokenizer", "tra
   "safetensors", "profiler", "progress", "inspect", "autograd", "chat", "lora", "preference", "dist", "mesh" }
 local PREFIX = { functional = "F.", nn = "nn." }
 
--- The tables of `ps`, each with a line about its contents.
+-- The tables of `ps`. Each has a line that describes its contents.
 local SPACES = {
   functional = "functions of tensors without state, also called ps.F",
   nn = "modules, and functions for their parameters", ["nn.init"] = "initial values of parameters",
@@ -48,8 +48,8 @@ local VALUES = {
   computes = "whether ops compute their results; false in a run that only plans",
 }
 
--- Returns all functions with the ways to call them: {name, call ("F.gelu"), fn, method}. Several functions can have the
--- same name.
+-- Returns all functions, and how to call them: {name, call ("F.gelu"), fn, method}. Several functions can have the same
+-- name.
 local function all_functions()
   local list, own = {}, annotations.own()
   local function add(prefix, t, method)
@@ -72,7 +72,7 @@ local function all_functions()
     if not methods[name] or name == "device" or name == "backward" or name == "where" then others[name] = value end
   end
   add("ps.", others)
-  for _, entry in ipairs(list) do                     -- ps.exp is the same function as t:exp
+  for _, entry in ipairs(list) do                     -- for example, ps.exp is the function t:exp
     if entry.method and methods[entry.name] and others[entry.name] == nil then entry.also = rawget(ps, entry.name) end
   end
   add("ps.ops.", ps.ops)
@@ -89,7 +89,7 @@ local function op_text(name)
   return ""
 end
 
--- Appends the fields of a table's class to the lines.
+-- Appends a description of a class of tables and its fields to the lines.
 local function put_fields(lines, class)
   wrap(lines, class.name .. (class.text ~= "" and ": " .. class.text or ""), "")
   for _, field in ipairs(class.fields) do
@@ -97,13 +97,14 @@ local function put_fields(lines, class)
   end
 end
 
--- Returns the annotations of a function, or an empty table if its source cannot be read, as for a loaded string.
+-- Returns the annotations of a function. Returns empty annotations if the function's source cannot be read, for example
+-- because it is a loaded string.
 local function about_of(fn)
   local ok, about = pcall(annotations.described, fn)
   return ok and about or { text = "", params = {}, returns = {} }
 end
 
--- Formats an entry of all_functions.
+-- Returns the text for an entry of all_functions.
 local function text_of(entry)
   local text = about_of(entry.fn).text
   if text == "" then text = annotations.TEXTS[entry.call] or op_text(entry.name) end
@@ -148,7 +149,8 @@ local function is_class(value)
   return type(value) == "table" and (rawget(value, "instance") ~= nil or value == ps.nn.Module)
 end
 
--- Returns the entry of the function that a class wraps, if its sources name one (_like), such as F.relu for nn.ReLU.
+-- Returns the entry of the function that a class wraps, such as F.relu for nn.ReLU. Returns nil if the class does not
+-- name a function in its field _like.
 local function wrapped_by(class)
   local like = rawget(class, "_like")
   local of = like and rawget(ps.F, like) and "F." or "t:"
@@ -156,7 +158,7 @@ local function wrapped_by(class)
   return fn and { name = like, call = of .. like, fn = fn, method = of == "t:" }
 end
 
--- Appends how a class is called, what its modules compute, and their fields.
+-- Appends how to call a class, what modules of the class compute, and which fields they have.
 local function put_class(lines, class)
   local takes, entry = rawget(class, "_takes"), wrapped_by(class)
   if takes then
@@ -203,17 +205,17 @@ local function put_line(lines, name, text)
   lines[#lines + 1] = #line > WIDTH and line:sub(1, WIDTH - 3) .. "..." or line
 end
 
--- Returns the description of a class.
+-- Returns the description of a class of modules.
 local function class_text(class)
   local entry = wrapped_by(class)
   if entry then return ("A module that calls %s. "):format(entry.call) end
   return about_of(class.init).text
 end
 
--- Appends a table's functions, classes and tables, each with the first sentence of its description.
+-- Appends the functions, classes and tables that a table contains. Each has the first sentence of its description.
 local function put_table(lines, t)
   local first = #lines
-  local entries = {}                                  -- a function of ps can be an alias of a function in another table
+  local entries = {}                                  -- a function of ps can be one of another table
   for _, entry in ipairs(all_functions()) do
     for _, fn in pairs { entry.fn, entry.given, entry.also } do
       if not entries[fn] or entry.name == entry.call:match "%.([%w_]+)$" then entries[fn] = entry end
@@ -232,7 +234,7 @@ local function put_table(lines, t)
   if #lines == first then lines[first + 1] = "  a table without functions" end
 end
 
--- Returns the value of a name such as "nn.Linear", "ps.optim" or "nn.Linear:forward", or nil.
+-- Returns the value that a name such as "nn.Linear", "ps.optim" or "nn.Linear:forward" refers to, or nil.
 local function value_of(text)
   local path = text:gsub("^ps%.", ""):gsub(":", ".")
   path = ALIAS[path] or path:gsub("^F%.", "functional."):gsub("^nn%.functional%.", "functional.")
@@ -246,7 +248,7 @@ local function value_of(text)
   return value, path
 end
 
--- Returns the text about a name of another library that psluajit lacks, or nil.
+-- Returns a text about a name of another library that psluajit does not have. Returns nil if there is no such text.
 local function foreign_text(text)
   local prefix, name = text:match "^(.-)[.:]?([^.:]+)$"
   prefix = prefix and ALIAS[prefix] == "functional" and "F" or prefix
@@ -260,7 +262,7 @@ local function foreign_text(text)
   end
 end
 
--- Appends the description of the value that a name has, if it has one.
+-- Appends the description of the value that a name refers to. Does nothing if there is no such value.
 local function put_value(lines, text)
   local value, path = value_of(text)
   local about = path and VALUES[path]
@@ -278,7 +280,8 @@ local function put_value(lines, text)
   end
 end
 
--- Returns the known names that are nearest to one: whole paths if it has a dot, else bare names.
+-- Returns the known names that are most similar to a name. If the name has a dot, they are whole paths. Otherwise they
+-- are names without a path.
 local function nearest_name(text, all)
   local names, known = {}, {}
   local bare = text:gsub("^ps%.", "")
@@ -347,8 +350,8 @@ function help.text(x)
   return table.concat(lines, "\n")
 end
 
---- Prints the description of a function, an op, a class, a module, a tensor or a table of functions from the
---- annotations in the sources. At the prompt, this function is `help`.
+--- Prints the description of a function, an op, a class, a module, a tensor or a table of functions. The description is
+--- read from the annotations in the sources. At the prompt, this function is `help`.
 ---@param x any a value, or a name such as "gelu", "F.gelu", "t:sum" or "Linear"; nil prints an overview
 function help.help(x)
   if x == nil then

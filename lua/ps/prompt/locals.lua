@@ -1,24 +1,24 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The variables of a script by name: at its error, for the prompt that `psluajit -i script.lua` then opens (the
--- program's error handler calls keep() while the stack frames still exist), and while it is paused
--- (ps/prompt/pause.lua).
+-- Gives access to the variables of a script by name, in two cases. First, `psluajit -i script.lua` opens a prompt after
+-- an error of the script. For this, the program's error handler calls keep_at_error() while the stack frames still
+-- exist. Second, a script can be paused (ps/prompt/pause.lua).
 local caller = require "ps.core.caller"
 
 local locals = {}
 
 ---@class ps.Variable
 ---@field value any
----@field level integer the function's stack level, for debug.setlocal
----@field index integer the index of the local variable or the upvalue
----@field func function? the function to which an upvalue belongs
----@field changed boolean? whether a statement has changed the value
+---@field level integer the stack level of the function, for debug.setlocal
+---@field index integer the index of the local variable or of the upvalue
+---@field func function? the function that has the upvalue; nil for a local variable
+---@field changed boolean? whether a statement at the prompt has changed the value
 
 ---@type table<string, ps.Variable>
 local kept = {}
-local noted                                              -- variables at the place where psluajit first caught an error
+local noted                                              -- the variables where psluajit first caught an error
 
--- Returns the locals and upvalues of the function at a level. If several locals have the same name, the innermost one
--- counts.
+-- Returns the locals and upvalues of the function at a stack level. If several locals have the same name, returns the
+-- innermost one.
 local function variables(level, info)
   local found, i = {}, 1
   while true do
@@ -36,8 +36,8 @@ local function variables(level, info)
   return found
 end
 
--- Returns the variables of all functions of the script on the stack. If several have the same name, the innermost one
--- counts. Levels are relative to the caller.
+-- Returns the variables of all functions of the script that are on the stack. If several variables have the same name,
+-- returns the one of the innermost function. Levels are relative to the caller.
 local function all_variables(each)
   local found, level = {}, 3
   while true do
@@ -54,20 +54,20 @@ local function all_variables(each)
   end
 end
 
---- Records the variables of all functions of the script on the stack.
----@param each? fun(func: function) called with each of the functions
+--- Records the variables of all functions of the script that are on the stack.
+---@param each? fun(func: function) is called with each of these functions
 function locals.keep(each) kept = all_variables(each) end
 
 --- Records the variables at the place where psluajit catches an error of the script.
 function locals.note() noted = all_variables() end
 
---- Records the variables at the error that ends the script, or at the place where the error was first caught. The
---- program's error handler calls this function.
+--- Records the variables at the error that ends the script. If psluajit caught this error earlier, records the
+--- variables at the place where it was first caught. The program's error handler calls this function.
 ---@param e any the error
 function locals.keep_at_error(e) kept = caller.was_noted(e) and noted or all_variables() end
 
---- Writes the values that statements have assigned since keep() back to the script's variables. It must be called at
---- the same stack depth as keep().
+--- Assigns values to the script's variables. These are the values that statements at the prompt have assigned since
+--- keep(). The stack must have the same depth as at the call of keep().
 function locals.write()
   for _, variable in pairs(kept) do
     if variable.changed and variable.func then
@@ -78,7 +78,7 @@ function locals.write()
   end
 end
 
---- Returns the values that statements have assigned to the script's variables since keep().
+--- Returns the values that statements at the prompt have assigned to the script's variables since keep().
 ---@return any[]
 function locals.changed()
   local list = {}
@@ -95,9 +95,9 @@ function locals.names()
   return names
 end
 
---- Returns a table that looks up names first in the variables and then in another table. New names are stored in the
+--- Returns a table that looks up a name first in the variables and then in another table. New names are stored in the
 --- other table. TAB completes the names of both.
----@param beneath table
+---@param beneath table the other table
 ---@return table
 function locals.over(beneath)
   return setmetatable({}, {
@@ -118,8 +118,8 @@ function locals.over(beneath)
   })
 end
 
---- Returns the environment for statements at the prompt: the variables that keep() recorded, followed by the globals.
---- Prints their names.
+--- Returns the environment for statements at the prompt. It contains the variables that keep() recorded, and the
+--- globals. Prints the names of the variables.
 ---@return table
 function locals.environment()
   local names = locals.names()

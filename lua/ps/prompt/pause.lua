@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ctrl-C pauses a script that runs alone on a terminal, if no other handler holds the signal: src/interrupt.c stops it
--- between two instructions of its own and calls begin() and finish() here, with a prompt between them.
+-- Ctrl-C pauses a script, if the script runs on a terminal as a single process and no other handler uses the signal.
+-- src/interrupt.c stops the script between two of its instructions. It calls begin(), opens a prompt, and then calls
+-- finish().
 --
--- LuaJIT's compiled code does not update variables that nothing will read again, so a pause could show old values.
--- Functions of the script that are on the stack when a step begins are therefore interpreted from then on. For the
--- others, the prompt warns that they may have been compiled.
+-- LuaJIT's compiled code does not update variables that are never read again, so a pause could show old values. To
+-- avoid this, functions of the script that are on the stack when a step begins are interpreted from then on. For other
+-- functions, the prompt warns that they may have been compiled.
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 local locals = require "ps.prompt.locals"
@@ -13,16 +14,17 @@ local paths = require "ps.paths"
 local pause = { is_own = caller.is_own }
 
 local exact = setmetatable({}, { __mode = "k" })           -- functions that are interpreted
-local typed = {}                                           -- names that statements defined
+local typed = {}                                           -- names that statements at the prompt have defined
 local where, doubtful                                      -- the script's position; whether values can be out of date
 local scope                                                -- the tensor scope of the pause, or nil
-local facade, native  -- the table that scripts know as `ps`, and ps.ffi; nil if not loaded
+-- The table that scripts know as `ps`, and the module ps.core.ffi. Both are nil if they are not loaded.
+local facade, native
 
---- Sets the table that the script has loaded as `ps`. Without it, there is no engine to preserve.
+--- Sets the table that the script has loaded as `ps`. If this function is not called, no engine has to be preserved.
 ---@param ps table
 function pause.attach(ps) facade, native = ps, require "ps.core.ffi" end
 
---- Makes the script's functions on the stack run interpreted from now on.
+--- Makes LuaJIT interpret the script's functions that are on the stack. They are not compiled any more.
 function pause.keep_exact()
   local level = 2
   while true do
@@ -43,17 +45,17 @@ if paths.pauses and not paths.interprets then
   hooks.on("backward", function() pause.keep_exact() end)
 end
 
--- Returns the reason why this process cannot pause, or nil if it can.
+-- Returns the reason why this process cannot be paused, or nil if it can.
 local function refusal()
-  local ok, size = pcall(function()                        -- a malformed variable was not set by a launcher
+  local ok, size = pcall(function()                        -- launchers never set a malformed variable
     return math.max(facade and facade.world_size() or 1, require("ps.dist.env").read(os.getenv, {}).world_size)
   end)
   if ok and size > 1 then return ("one of %d ranks cannot pause: the others would wait for it"):format(size) end
 end
 
---- Begins a pause. The caller is the frame above the script's frame.
----@return nil|boolean|string later nil if the pause has begun, true if it is not possible yet, or the reason why it is
---- impossible
+--- Begins a pause. The caller's frame must be directly above the script's frame.
+---@return nil|boolean|string later nil if the pause has begun; true if a pause is not possible yet; a text with the
+--- reason if a pause is impossible
 function pause.begin()
   local why = refusal()
   if why then return why end
@@ -70,8 +72,8 @@ function pause.begin()
   locals.keep(function(func) doubtful = doubtful or not (exact[func] or paths.interprets) end)
 end
 
---- Returns the environment for statements in the pause: the script's variables, its globals, the names that statements
---- defined, ps and help. Prints the script's position.
+--- Returns the environment for statements during the pause. It contains the script's variables, its globals, the names
+--- that statements have defined, ps and help. Prints the script's position.
 ---@return table
 function pause.environment()
   local names = locals.names()
@@ -102,7 +104,7 @@ function pause.environment()
   }))
 end
 
--- Finishes the pause's tensor scope. Tensors in values that outlive it are kept, as in scope.finish.
+-- Ends the tensor scope of the pause. Tensors in values that are used after the scope are kept, as in scope.finish.
 local function finish_scope()
   local list, n = require("ps.core.scope").tensors(locals.changed())
   local rc = native.C.ps_resume(native.ctx, n, list)
@@ -112,7 +114,7 @@ local function finish_scope()
   end
 end
 
---- Ends the pause. The caller is the same frame as for begin().
+--- Ends the pause. It must be called from the same frame as begin().
 function pause.finish()
   locals.write()
   hooks.tell "resumes"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit's own scripts by name: the lists of `psluajit tools` and `psluajit examples`, and the script or module whose
--- name is nearest to a misspelt one.
+-- Finds psluajit's own scripts by name. Prints the lists of `psluajit tools` and `psluajit examples`. For a misspelt
+-- name, finds the script or module with the most similar name.
 local lfs = require "lfs"
 local nearest = require "ps.core.nearest"
 local paths = require "ps.paths"
@@ -13,7 +13,7 @@ for name in ("api_doc check_layers config_doc faults man path_doc pictures pytor
   OWN[name] = true
 end
 
-local LISTS = { tools = true, examples = true }            -- the scripts that list each folder
+local LISTS = { tools = true, examples = true }            -- these scripts only list the scripts of a folder
 
 local function read(path)
   local file = io.open(path, "rb")
@@ -33,11 +33,12 @@ local function sentence(text)
   end
 end
 
--- Describes a script in one line with its argparse description, or else with the first sentence of its first comment.
+-- Returns one line that describes a script. It is the script's argparse description, or else the first sentence of its
+-- first comment.
 local function about(text)
   local described, at = text:match 'argparse"?%s*%(%s*"[^"]*",%s*"([^"]*)"()'
   if described then
-    while true do                                          -- the text may be several literals, joined by ..
+    while true do                                          -- the text may consist of several literals joined by ..
       local more, next_at = text:match('^%s*%.%.%s*"([^"]*)"()', at)
       if not more then return sentence(described) end
       described, at = described .. more, next_at
@@ -54,7 +55,8 @@ local function about(text)
   return (sentence(table.concat(lines, " ")):gsub("%s+", " "))
 end
 
---- Returns the scripts in a folder of psluajit's tree, sorted by name. Files that only other scripts load are omitted.
+--- Returns the scripts in a folder of psluajit's tree, sorted by name. Files that are loaded only by other scripts are
+--- omitted.
 ---@param folder "tools"|"examples"
 ---@return {name: string, about: string, own: boolean}[] `own` is true for scripts that work only on psluajit's own
 --- sources.
@@ -71,7 +73,7 @@ function scripts.list(folder)
   return list
 end
 
---- Prints a folder's scripts, one per line.
+--- Prints the scripts of a folder. Each script has one line.
 ---@param folder "tools"|"examples"
 function scripts.print(folder)
   local list, width = {}, 0
@@ -86,10 +88,11 @@ function scripts.print(folder)
     paths.root .. "/" .. folder))
 end
 
-local MOST = 4                                             -- largest number of names in a suggestion
-local LEAST = 3                                            -- least number of letters that names are searched for
+local MOST = 4                                             -- largest number of names that are suggested
+local LEAST = 3                                            -- fewest letters of a name for which a word search is done
 
--- Returns the names that have `word` at the beginning or after an underscore: train_gpt2 for "train" and "gpt2".
+-- Returns the names that have `word` at the beginning or after an underscore. For example, train_gpt2 matches "train"
+-- and "gpt2".
 local function with_word(word, names)
   local found = {}
   for _, name in ipairs(names) do
@@ -98,11 +101,12 @@ local function with_word(word, names)
   return found
 end
 
--- Options of the program that are easily taken for scripts.
+-- Options of the program that users often mistake for scripts.
 local OPTIONS = { help = "--help", version = "--version" }
 
---- Returns the end of the error for a script that does not exist: the names among psluajit's scripts and the Lua files
---- in the current folder that begin with the name's word, or else the most similar one, and where the lists are.
+--- Returns the end of the error message for a script that does not exist. It suggests names of psluajit's scripts and
+--- of Lua files in the current folder. They contain the given word, or else one of them is the most similar name. The
+--- message also says how to list the scripts.
 ---@param name string
 ---@return string
 function scripts.instead(name)
@@ -121,7 +125,7 @@ function scripts.instead(name)
   table.sort(words)
   local meant = #bare >= LEAST and with_word(bare:lower(), words) or {}
   if #meant == 0 or #meant > MOST then meant = { nearest.find(bare, words) } end
-  if #meant == 0 then                                      -- a misspelt word of a name, such as "tarin"
+  if #meant == 0 then                                      -- a word of the name may be misspelt, such as "tarin"
     local parts = {}
     for _, word in ipairs(words) do
       for part in word:gmatch "[^_]+" do parts[#parts + 1] = part end
@@ -139,8 +143,8 @@ function scripts.instead(name)
   return hint .. (folder and "" or "\n  psluajit examples and psluajit tools list psluajit's scripts")
 end
 
---- Returns the end of the error for a module that `require` does not find: the most similar name in the module's
---- folder, or an empty text.
+--- Returns the end of the error message for a module that `require` does not find. It suggests the most similar name in
+--- the module's folder. Without such a name, the result is an empty text.
 ---@param name string such as "models.gtp2"
 ---@return string
 function scripts.instead_of_module(name)
@@ -163,11 +167,11 @@ local function is_file(path)
   return mode ~= nil and mode ~= "directory"
 end
 
---- Finds a script as `psluajit NAME` does (src/main.c): the name itself, else in psluajit's examples, tools and root,
---- where a name without a folder or an extension means NAME.lua.
+--- Finds a script as `psluajit NAME` does (src/main.c). Tries the name itself, and then psluajit's folders examples and
+--- tools and its root. In these folders, a name without a folder or an extension means NAME.lua.
 ---@param name string
 ---@return string? path
----@return string? why the message, if there is no such file
+---@return string? why the error message, if there is no such file
 function scripts.find(name)
   if is_file(name) then return name end
   local places = {}

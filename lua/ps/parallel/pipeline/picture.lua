@@ -1,19 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Draws a pipeline's table as text, SVG, or PNG (by gnuplot). Each rank has a lane with its actions over time, and
--- below it the number of (virtual stage, micro-batch) pairs that the rank holds.
+-- Draws a pipeline's table as text, as SVG, or as PNG (with gnuplot). Each rank has a lane that shows its actions over
+-- time. Below the lane is the number of (virtual stage, micro-batch) pairs that the rank holds.
 local caller = require "ps.core.caller"
 
 local picture = {}
 
--- colours of forwards, whole backwards, input gradients and weight gradients; colour i is for a rank's i-th virtual
--- stage
+-- The colours of forwards, whole backwards, input gradients and weight gradients. Colour i is for the i-th virtual
+-- stage of a rank.
 local COLOURS = {
   F = { "#9ecae1", "#4292c6", "#2171b5", "#084594" }, B = { "#c7e9c0", "#74c476", "#238b45", "#00441b" },
   I = { "#fdd0a2", "#fdae6b", "#f16913", "#a63603" }, W = { "#dadaeb", "#9e9ac8", "#807dba", "#54278f" },
 }
 local LEFT, TOP, WIDTH, LANE, HELD, GAP = 70, 34, 1130, 26, 22, 12
 
--- Returns whether an action is drawn. Transfers and yields take no compute time of a rank and are not drawn.
+-- Returns whether an action is drawn. Transfers and yields are not drawn, because they use no compute time of a rank.
 local function is_work(action) return COLOURS[action.kind] ~= nil end
 
 local function label(t, action)
@@ -21,10 +21,10 @@ local function label(t, action)
   return t.virtual_stages > 1 and action.vstage .. micro or micro
 end
 
---- Returns the picture as characters, one column per tick. Returns nil if an action begins or ends between two ticks.
+--- Returns the picture as text with one column per tick. Returns nil if an action begins or ends between two ticks.
 ---@param t ps.pipe.Table
 ---@param course ps.pipe.Course
----@param most? integer largest number of columns; a wider picture is not drawn and returns nil (default 400)
+---@param most? integer largest number of columns (default 400); if the picture is wider, the function returns nil
 ---@return string?
 function picture.text(t, course, most)
   local wide = 0
@@ -52,8 +52,8 @@ function picture.text(t, course, most)
   return table.concat(lines, "\n") .. "\n"
 end
 
--- Returns when the number of (virtual stage, micro-batch) pairs that a rank holds changes, and by how much. A pair is
--- held from its forward to its B or I, and then from I to W.
+-- Returns the times at which the number of (virtual stage, micro-batch) pairs that a rank holds changes, and the
+-- changes. A pair is held from its forward until its B or I. After I, it is held until W.
 local function changes(t, course, rank)
   local list = {}
   for i, action in ipairs(t:row(rank)) do
@@ -66,8 +66,8 @@ local function changes(t, course, rank)
   return list
 end
 
--- Returns the shapes to draw, in pixels from the top left corner: { "rect", x, y, width, height, colour } and { "text",
--- x, y, text, anchor ("start", "middle"), size }.
+-- Returns the shapes to draw. Positions are in pixels from the top left corner. A shape is { "rect", x, y, width,
+-- height, colour } or { "text", x, y, text, anchor, size }, where anchor is "start" or "middle".
 local function shapes(t, course)
   local list, scale = {}, WIDTH / math.max(course.makespan, 1e-30)
   local function add(...) list[#list + 1] = { ... } end
@@ -116,7 +116,7 @@ local function shapes(t, course)
   return list, LEFT + WIDTH + 20, TOP + t.stages * (LANE + HELD + GAP) + 6
 end
 
---- Returns the picture as the text of an SVG file.
+--- Returns the picture as the contents of an SVG file.
 ---@param t ps.pipe.Table
 ---@param course ps.pipe.Course
 ---@return string
@@ -138,7 +138,7 @@ end
 
 local function quote(text) return "'" .. text:gsub("'", "''") .. "'" end
 
---- Draws the picture into a PNG file with gnuplot. Returns nil and the reason if gnuplot is missing or fails.
+--- Draws the picture into a PNG file with gnuplot. If gnuplot is not installed or fails, returns nil and the reason.
 ---@param path string
 ---@param t ps.pipe.Table
 ---@param course ps.pipe.Course

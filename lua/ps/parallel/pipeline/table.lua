@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables of pipelines (src/pipe, docs/pipeline.md): the actions of each rank in a step of a model that is cut into
--- virtual stages. Ranks, virtual stages and micro-batches count from 0. Lists have number 0 at index 1.
+-- Tables of pipelines (src/pipe, docs/pipeline.md). A table has the actions of each rank in a step of a model that is
+-- split into virtual stages. Ranks, virtual stages and micro-batches are counted from 0. In a Lua list, the item with
+-- number 0 has index 1.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
@@ -12,9 +13,9 @@ local pipe = {}
 ---@field c ffi.cdata* ps_pipe_table
 ---@field schedule string
 ---@field stages integer number of ranks
----@field virtual_stages integer number of virtual stages per rank
----@field vstages integer number of virtual stages of the model
----@field micro_batches integer
+---@field virtual_stages integer number of virtual stages on each rank
+---@field vstages integer number of virtual stages of the whole model
+---@field micro_batches integer number of micro-batches of a step
 ---@field forward_only boolean
 local Table = {}
 Table.__index = Table
@@ -22,41 +23,43 @@ Table.__index = Table
 ---@class ps.pipe.Spec
 ---@field schedule string
 ---@field stages integer
----@field virtual_stages? integer number per rank (default 1, and 2 for zb_v)
+---@field virtual_stages? integer number of virtual stages on each rank (default 1, and 2 for zb_v)
 ---@field micro_batches integer
 ---@field forward_only? boolean whether the table is for an evaluation
 
 ---@class ps.pipe.Action
----@field kind string "F", "B", "I" or "W"; in lowered tables also "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE",
+---@field kind string "F", "B", "I" or "W". Lowered tables also have "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE"
+--- and
 ---  "YIELD"
 ---@field vstage integer
 ---@field micro integer
 
 ---@class ps.pipe.Cost costs of a virtual stage, or of a part of a model, for one micro-batch
----@field forward? number
----@field input? number
----@field weight? number
----@field reduce? number
----@field nbytes? integer bytes of its output
----@field held? integer bytes kept from forward to backward
----@field waiting? integer bytes kept from I to W
+---@field forward? number time of a forward
+---@field input? number time of the gradient of the input
+---@field weight? number time of the gradients of the weights
+---@field reduce? number time of the reduction of the gradients
+---@field nbytes? integer size of its output in bytes
+---@field held? integer number of bytes that are kept from forward to backward
+---@field waiting? integer number of bytes that are kept from I to W
 
 ---@class ps.pipe.CutTimes
 ---@field makespan number simulated time of a step with this cut
 ---@field equal number simulated time of a step whose virtual stages have equal numbers of parts
----@field bound number lower bound of the time with any cut
----@field bound_part integer? index, from 1, of the part that determines the bound, or nil if all parts together do
+---@field bound number lower bound of the time over all possible cuts
+---@field bound_part integer? index, counted from 1, of the part that determines the bound; nil if all parts together
+--- determine it
 
 ---@class ps.pipe.Link
----@field latency? number in the same unit of time as the costs
----@field rate? number bytes per unit of time, or 0 if transfers take no time
----@field depth? integer number of messages that a link can queue, or 0 for any number
+---@field latency? number latency of a message, in the same unit of time as the costs
+---@field rate? number number of bytes per unit of time; 0 if transfers take no time
+---@field depth? integer number of messages that a link can queue; 0 if there is no limit
 
 ---@class ps.pipe.Course
----@field makespan number
+---@field makespan number time of the whole step
 ---@field bubble number fraction of the ranks' time in which they are idle
 ---@field ranks {first: number, last: number, busy: number, peak: integer}[]
----@field spans {begin: number, finish: number}[][] times of the actions of each rank
+---@field spans {begin: number, finish: number}[][] for each rank, the times of its actions
 
 local KINDS = { [C.PS_ACT_FORWARD] = "F", [C.PS_ACT_BACKWARD] = "B", [C.PS_ACT_INPUT] = "I", [C.PS_ACT_WEIGHT] = "W",
   [C.PS_ACT_SEND_F] = "SEND_F", [C.PS_ACT_RECV_F] = "RECV_F", [C.PS_ACT_SEND_B] = "SEND_B",
@@ -80,7 +83,7 @@ local function adopt(c)
     forward_only = spec.forward_only == 1 }, Table)
 end
 
---- Returns the table of a schedule: gpipe, 1f1b, interleaved, looped_bfs, zb_h1 or zb_v.
+--- Returns the table of a schedule. The schedules are gpipe, 1f1b, interleaved, looped_bfs, zb_h1 and zb_v.
 ---@param options ps.pipe.Spec
 ---@return ps.pipe.Table
 function pipe.table(options)
@@ -96,7 +99,7 @@ function pipe.table(options)
   return adopt(table_out[0])
 end
 
---- Reads a table from text in PyTorch's form.
+--- Reads a table from a text in PyTorch's form.
 ---@param text string
 ---@param name? string name of the file, for messages
 ---@return ps.pipe.Table
@@ -106,8 +109,8 @@ function pipe.read(text, name)
   return adopt(table_out[0])
 end
 
---- Returns the table as text in PyTorch's form. all: include the transfers, reductions and yields of a lowered table.
----@param all? boolean
+--- Returns the table as a text in PyTorch's form.
+---@param all? boolean whether to include the transfers, reductions and yields of a lowered table
 ---@return string
 function Table:text(all)
   local plain = all and 0 or 1
@@ -138,8 +141,8 @@ function Table:place(vstage)
   return int_out[0], int_out[1]
 end
 
---- Returns the most (virtual stage, micro-batch) pairs that a rank holds at once between forward and backward, and
---- between I and W.
+--- Returns how many (virtual stage, micro-batch) pairs a rank holds at most at the same time. The first result counts
+--- the pairs between forward and backward, and the second counts the pairs between I and W.
 ---@param rank integer
 ---@return integer in_flight
 ---@return integer waiting
@@ -156,7 +159,7 @@ function Table:lower()
   return self
 end
 
--- Converts costs to C structs. costs: one cost for all n virtual stages or parts, or a list with one for each.
+-- Converts costs to C structs. `costs` is one cost for all n virtual stages or parts, or a list with a cost for each.
 local function costs_of(costs, n, call)
   if costs == nil then return nil end
   local out = cost_array(n)
@@ -174,9 +177,10 @@ local function link_of(link, call)
   return out
 end
 
---- Simulates a step from the costs of its actions.
----@param costs? ps.pipe.Cost|ps.pipe.Cost[] one cost for all virtual stages, or a list with one for each (default: F, I
----  and W take 1)
+--- Simulates a step. The times of the actions are computed from costs.
+---@param costs? ps.pipe.Cost|ps.pipe.Cost[] one cost for all virtual stages, or a list with a cost for each (default:
+--- F,
+---  I and W each take 1)
 ---@param link? ps.pipe.Link (default: transfers take no time)
 ---@return ps.pipe.Course
 function Table:simulate(costs, link)
@@ -199,9 +203,9 @@ function Table:simulate(costs, link)
   return course
 end
 
---- Cuts a model into the virtual stages of a table so that the simulated step is as short as possible.
+--- Splits a model into the virtual stages of a table such that the simulated time of a step is as short as possible.
 ---@param t ps.pipe.Table
----@param parts ps.pipe.Cost[] costs of the model's parts, in order
+---@param parts ps.pipe.Cost[] the costs of the model's parts, in order
 ---@param link? ps.pipe.Link
 ---@return integer[] counts number of parts in each virtual stage
 ---@return ps.pipe.CutTimes times
@@ -214,9 +218,9 @@ function pipe.cut(t, parts, link)
     bound_part = times.bound_part >= 0 and times.bound_part + 1 or nil }
 end
 
---- Reads a cut in the form of Megatron's layout: pipe.layout("Et*3|(tt|)*29,m|L", kinds, 32).
+--- Reads a cut in the form of Megatron's layout. An example is pipe.layout("Et*3|(tt|)*29,m|L", kinds, 32).
 ---@param layout string
----@param kinds string a letter for each part of the model
+---@param kinds string one letter for each part of the model
 ---@param vstages integer
 ---@return integer[] counts number of parts in each virtual stage
 function pipe.layout(layout, kinds, vstages)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Cuts a model's layers among the ranks of tensor parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022). The
--- model's code is written for one process. Tables in its classes name the layers to cut, by paths relative to the
--- module; "*" matches any one name, and -1 the last item of a list:
+-- Splits a model's layers among the ranks of tensor parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022). The
+-- model's code is written for one process. Tables in the model's classes name the layers to split. They use paths
+-- relative to the module. In a path, "*" matches any single name, and -1 is the last item of a list:
 --
 --   GPT2Model.tensor_parallel = {
 --     ["wte"] = "vocabulary", ["drop"] = "enter",
@@ -10,30 +10,32 @@
 --     ["h"] = "inside", ["ln_f"] = "leave",
 --   }
 --
---   column      a linear layer or a convolution whose outputs are cut; blocks: this many equal blocks of outputs, each
---               of which is cut
---   row         a linear layer or a convolution whose inputs are cut; the ranks' products are summed; blocks: as above
---   attention   an nn.MultiheadAttention, whose heads are cut
---   channels    an nn.GroupNorm after a column layer, whose groups are cut
---   columns     an nn.Dropout between a column and a row layer: its mask is that of one rank
---   vocabulary  a matrix of token embeddings, cut by rows
---   head        an nn.LMHead, or an nn.Linear with one output per word, cut by rows like the embedding
---   words       a module with a bias over the vocabulary, whose weight is the embedding at the path `table` in the
---               model. It gets a field `vocabulary`, an nn.ParallelLMHead that has both
---   divide      a module whose named fields are counts of things that the ranks share, first the number of heads.
+--   column      a linear layer or a convolution; its outputs are split. blocks: the outputs consist of this number of
+--               equal blocks, and each block is split
+--   row         a linear layer or a convolution; its inputs are split, and the ranks' products are summed. blocks: as
+--               for column, but with inputs
+--   attention   an nn.MultiheadAttention; its heads are split
+--   channels    an nn.GroupNorm after a column layer; its groups are split
+--   columns     an nn.Dropout between a column layer and a row layer; its mask is the one that a single rank would use
+--   vocabulary  a matrix of token embeddings; its rows are split
+--   head        an nn.LMHead, or an nn.Linear with one output per word; its rows are split like those of the embedding
+--   words       a module with a bias over the vocabulary. Its weight is the embedding at the path `table` in the model.
+--               The module gets a field `vocabulary`, which is an nn.ParallelLMHead with this weight and this bias
+--   divide      a module whose named fields count things that the ranks share. The first field is the number of heads.
 --               keys: the names of these fields in a configuration. gather: the input is gathered once for several
---               columns. true: for all columns, before forward. A list of up to three names, in the order of their
---               calls: only these columns read the input, and the ranks exchange its rows while they compute the
---               columns' products
---   enter       with sequence parallelism, each rank has only its share of the rows from this module's input on. The
---               rows keep the number of dimensions of the input; with flat = true they are [rows, C]
---   inside      ... in this module
---   leave       ... in this module, and all rows after it
---   partial     parameters that compute with different values on each rank: their gradients are summed
---   whole       not cut, even if the table of an inner module says so
+--               columns. If gather is true, it is gathered for all columns, before forward. If gather is a list of up
+--               to three names in the order of their calls, only these columns read the input. The ranks then exchange
+--               the rows of the input while they compute the columns' products
+--   enter       with sequence parallelism, each rank has only its own rows, starting at this module's input. The rows
+--               have the number of dimensions of the input. With flat = true, they are [rows, C]
+--   inside      with sequence parallelism, each rank has only its own rows in this module
+--   leave       with sequence parallelism, each rank has only its own rows in this module, and all rows after it
+--   partial     parameters that each rank uses with different values; their gradients are summed over the ranks
+--   whole       a module that is not split, even if the table of an inner module says that it is
 --
--- The rest of the model is the same on every rank. Outer modules' tables override inner ones. The model is made without
--- data (ps.deferred), cut, and filled: each rank gets its own values, with the bits of the uncut model.
+-- The rest of the model is the same on every rank. The tables of outer modules override those of inner modules. The
+-- model is created without data (ps.deferred), then split, and then filled. The values on each rank are bit for bit the
+-- rank's part of the values of the whole model.
 local native = require "ps.core.ffi"
 local packed = require "ps.nn.packed"
 local caller = require "ps.core.caller"
@@ -54,15 +56,15 @@ local tensor_parallel = {}
 
 ---@class ps.tensor_parallel.Claim
 ---@field module ps.nn.Module
----@field owner? ps.nn.Module the module that has `module` as a field, or nil if `module` is the model itself
----@field key any
----@field path string
----@field kind string
----@field entry table
----@field named string name of its entry in the table, for errors: "GPT2Model.tensor_parallel[h.*.attn.c_attn]"
+---@field owner? ps.nn.Module the module that has `module` as a field; nil if `module` is the model itself
+---@field key any the name or index of `module` in its owner
+---@field path string path of `module` in the model
+---@field kind string the kind in the table, such as "column"
+---@field entry table the entry in the table
+---@field named string the name of the entry in the table, for errors: "GPT2Model.tensor_parallel[h.*.attn.c_attn]"
 
 -- -- tables -----------------------------------------------------------------------------------------------------------
--- Calls fn(module, owner, key, path) for each module that a path matches, relative to a module.
+-- Calls fn(module, owner, key, path) for each module that a path matches. The path is relative to a module.
 local function each_match(module, names, i, path, fn)
   local name = names[i]
   local function go(child, key)
@@ -90,10 +92,10 @@ local KINDS = { column = true, row = true, vocabulary = true, head = true, divid
 local KIND_NAMES = "attention, channels, column, columns, divide, enter, head, inside, leave, partial, row, "
   .. "vocabulary, whole and words"
 
--- layers below a claimed module that are cut with it: { field, kind }
+-- Layers inside a claimed module that are split together with it: { field, kind }.
 local WITH = { attention = { "out_proj", "row" } }
 
--- Returns the entries in the tables of a model and of its modules, sorted by path.
+-- Returns the claims that the tables of a model and of its modules make, sorted by path.
 local function claims_of(model)
   local claims, by_module, tables = {}, {}, 0
   for prefix, module in model:named_modules() do
@@ -107,7 +109,7 @@ local function claims_of(model)
       end
       local found = false
       local function claim(child, owner, key, at, kind, given)
-        if by_module[child] then return end                   -- an outer module's table claims it
+        if by_module[child] then return end                   -- an outer module's table claims this module
         by_module[child] = { module = child, owner = owner, key = key, path = at, kind = kind, entry = given,
           named = ("%s.tensor_parallel[\"%s\"]"):format(module.class_name, path) }
         claims[#claims + 1] = by_module[child]
@@ -130,17 +132,17 @@ local function claims_of(model)
 end
 
 -- -- cutting ----------------------------------------------------------------------------------------------------------
----@class ps.tensor_parallel.Cut state while one model is cut
+---@class ps.tensor_parallel.Cut state while a model is split
 ---@field model ps.nn.Module
 ---@field region ps.nn.Region
----@field made table<ps.nn.Module, ps.nn.Module> new modules by the modules that they replace
----@field gathered table<ps.nn.Module, boolean> column layers whose input is already gathered
+---@field made table<ps.nn.Module, ps.nn.Module> maps each module that was replaced to its replacement
+---@field gathered table<ps.nn.Module, boolean> column layers whose input has already been gathered
 ---@field claims ps.tensor_parallel.Claim[]
----@field parts table<integer, ps.Tensor> shards by the address of the whole parameter
+---@field parts table<integer, ps.Tensor> this rank's shards, by the address of the whole parameter
 local Cut = {}
 Cut.__index = Cut
 
--- Replaces a claim's module by another module.
+-- Replaces the module of a claim with another module.
 local function put(claim, module)
   rawset(module, "training", claim.module.training)
   module_hooks.move(claim.module, module)
@@ -148,7 +150,7 @@ local function put(claim, module)
   else claim.owner[claim.key] = module end
 end
 
--- Returns this rank's part of a whole parameter.
+-- Returns this rank's part of a whole parameter, as described by `given`.
 function Cut:part_of(whole, given, name)
   local part = self.parts[nn_module.address(whole)]
   if part then return part end
@@ -160,7 +162,8 @@ function Cut:part_of(whole, given, name)
   return part
 end
 
--- Copies the parameter `key` of the claim's module to `to`, as a shard if `given` describes one, else as a whole.
+-- Copies the parameter `key` of the claim's module to the module `to`. If `given` describes a shard, only this rank's
+-- shard is copied. Otherwise the whole parameter is copied.
 function Cut:take(claim, to, key, given)
   local whole = claim.module[key]
   if whole == nil then return end
@@ -179,7 +182,7 @@ function Cut:take(claim, to, key, given)
   end)
 end
 
--- whether a weight is [out, in]; Linear's is [out, in], and Conv1D's is [in, out]
+-- Whether the weight of a class is [out, in]. For Linear it is, and for Conv1D it is [in, out].
 local OUT_IN = { Linear = true, Conv1D = false }
 local LINEARS = { Linear = true, Conv1D = false, Conv1d = true, Conv2d = true }
 
@@ -201,7 +204,7 @@ local function check_class(claim, classes, what)
   end
 end
 
--- Returns a function that replaces a whole linear layer by a layer with this rank's part.
+-- Returns a function that replaces a whole linear layer with a layer that has this rank's part.
 local function linear(class)
   return function(cut, claim, out_dim)
     local old = claim.module
@@ -220,7 +223,7 @@ end
 
 local column, row = linear(layers.ColumnParallelLinear), linear(layers.RowParallelLinear)
 
--- Describes how a vocabulary is cut by rows, with padding to a multiple of the number of ranks.
+-- Describes how the rows of a vocabulary are split. They are padded to a multiple of the number of ranks.
 local function rows_of(cut, whole) return { dim = 0, padded = -whole:size(0) % cut.region.size } end
 
 local REPLACE = {
@@ -254,8 +257,8 @@ local REPLACE = {
   end,
 }
 
--- Gives a module with a bias over the vocabulary an nn.ParallelLMHead, which has the embedding's weight and the
--- module's bias. A module that has a separate weight (decoder) does not change.
+-- Handles a module with a bias over the vocabulary. Gives the module an nn.ParallelLMHead, which has the embedding's
+-- weight and the module's bias. A module with a weight of its own (decoder) does not change.
 local function words(cut, claim)
   local module, found = claim.module, nil
   if module.decoder then return end
@@ -269,10 +272,11 @@ local function words(cut, claim)
     biased = module }))
 end
 
--- index of this rank's first head, by attention module or module inside one, for F.attention with dropout
+-- Maps an attention module, or a module inside it, to the index of this rank's first head. F.attention with dropout
+-- uses the index.
 local first_heads = setmetatable({}, { __mode = "k" })
--- The region of each module that contains column layers, and of the modules inside it. Attention in these modules has
--- the heads of the column layers.
+-- Maps each module that contains column layers, and all modules inside it, to the region. Attention in these modules
+-- uses the heads of the column layers.
 local with_columns = setmetatable({}, { __mode = "k" })
 hooks.on("first_head", function(heads)
   local module = nn_module.called[tonumber(C.ps_module_now())]
@@ -282,7 +286,8 @@ end)
 
 local function note_heads(module, first) first_heads[module] = first end
 
--- Records the modules whose attention has the heads of column layers. In these modules, all linear layers are cut.
+-- Records the modules in which attention uses the heads of column layers. These are modules whose linear layers are all
+-- split.
 local function note_columns(cut, claim)
   if not claim.owner then return end
   local claimed = {}
@@ -293,7 +298,8 @@ local function note_columns(cut, claim)
   for _, module in claim.owner:named_modules() do with_columns[module] = cut.region end
 end
 
--- Divides the fields of a module that count what the ranks share.
+-- Divides those fields of a module that count things which the ranks share. Also makes the module gather its input if
+-- the entry says so.
 local function divide(cut, claim)
   local module, size, region = claim.module, cut.region.size, cut.region
   local fields = { unpack(claim.entry, 2) }
@@ -352,9 +358,9 @@ local function divide(cut, claim)
 end
 
 -- -- sequence parallelism ---------------------------------------------------------------------------------------------
--- Marks a module's parameters that are whole on all ranks but applied only to this rank's rows: their gradients are
--- partial. In a forward that does not distribute rows, they are applied to all rows on all ranks, and this gradient
--- counts once.
+-- Handles a module's parameters that are whole on all ranks but are applied only to this rank's rows. Marks them as
+-- parameters with partial gradients, which are summed over the ranks. In a forward in which ranks do not share the
+-- rows, these parameters are applied to all rows on all ranks. Their gradient is then counted only once.
 local function partial_inside(cut, module)
   local names, region = {}, cut.region
   for key, value, kind in registry.members(module) do
@@ -363,7 +369,7 @@ local function partial_inside(cut, module)
       names[#names + 1] = key
     end
   end
-  -- an adapter handles its own bias in the same way
+  -- An adapter handles its own bias in the same way.
   if #names == 0 or module.class_name == "RowParallelLinear" then return end
   local forward = module.forward
   local function restore(fields, ok, ...)
@@ -383,8 +389,8 @@ local function partial_inside(cut, module)
   rawset(module, "forward", exact.like(forward_once, forward))
 end
 
--- Marks the modules of a claim as inside the region. done: modules that are marked already, or whose parameters are
--- partial in any case.
+-- Marks the modules of a claim as inside the region. `done` contains modules that are already marked, or whose
+-- gradients are partial in any case.
 local function inside(cut, claim, done)
   for _, module in claim.module:named_modules() do
     if not done[module] then partial_inside(cut, module) end
@@ -393,7 +399,7 @@ local function inside(cut, claim, done)
   end
 end
 
--- Makes the region begin at a module's input, or end after its output.
+-- Makes the region begin at a module's input. `leave` makes the region end after a module's output.
 local function enter(cut, claim)
   local module, region = claim.module, cut.region
   local forward = module.forward
@@ -406,14 +412,14 @@ local function leave(cut, claim)
   local forward = module.forward
   local function leaving(...)
     local y = region:leave(forward(...))
-    region.on = false                                       -- rows after this module are whole
+    region.on = false                                       -- after this module, all ranks have all rows
     return y
   end
   rawset(module, "forward", exact.like(leaving, forward))
 end
 
--- Makes each forward of the model, and with cached keys (generate) each part, begin with all rows on all ranks. A
--- pipeline's row restores the state in which a part began (row.lua).
+-- Makes each forward of the model begin with all rows on all ranks. If keys are cached (generate), each part begins
+-- this way, too. In a pipeline, row.lua restores the state that the region had when a part began.
 local function begin_forwards(model, region)
   local forward, parts_of = model.forward, model.parts
   local function beginning(...)
@@ -439,25 +445,26 @@ local function begin_forwards(model, region)
 end
 
 -- -- tied tables ------------------------------------------------------------------------------------------------------
--- heads of embeddings that are cut by rows, for F.linear and F.lm_loss with an embedding's weight
+-- The heads of embeddings whose rows are split. F.linear and F.lm_loss use them if their weight is an embedding's
+-- weight.
 local heads = setmetatable({}, { __mode = "k" })
 hooks.on("tied_head", function(weight)
   for head in pairs(heads) do if rawequal(rawget(head, "tied").weight, weight) then return head end end
 end)
 
--- Creates the head of each embedding that was cut.
+-- Creates the head of each embedding whose rows are split.
 local function make_heads(cut)
   for _, new in pairs(cut.made) do
     if new.class_name == "VocabParallelEmbedding" then
       local head = layers.ParallelLMHead(new.width, new.rows, { region = cut.region, tied = new })
       heads[head] = true
-      rawset(new, "cut_head", head)                         -- keeps the head alive as long as the embedding
+      rawset(new, "cut_head", head)                         -- the head lives as long as the embedding
     end
   end
 end
 
--- Replaces a linear layer that shares a cut embedding's weight by a head of the embedding. Any other module that shares
--- a cut weight is an error: it would keep a whole copy that trains separately.
+-- Some linear layers share the weight of an embedding that is split. Replaces them with the embedding's head. Raises an
+-- error for any other module that shares a split weight, because it would keep a whole copy that is trained separately.
 local function find_tied(cut)
   local tables, found = {}, {}
   for old, new in pairs(cut.made) do
@@ -478,7 +485,8 @@ local function find_tied(cut)
   end)
 end
 
--- Returns the names of parameters that every rank has as a whole, each once, with "*" for layer indices.
+-- Returns the names of parameters that every rank has as a whole. A name has "*" in place of layer indices, and is
+-- listed once.
 local function replicated(model)
   local seen, list = {}, {}
   for name, p in model:named_parameters() do
@@ -491,12 +499,12 @@ end
 ---@class ps.tensor_parallel.How
 ---@field group ps.Group the ranks that share the layers
 ---@field sequence boolean whether to use sequence parallelism
----@field keep_gathered boolean
----@field pieces? integer number of pieces in which rows are exchanged while products are computed; 1 or nil exchanges
+---@field keep_gathered boolean whether gathered rows are kept for backward
+---@field pieces? integer number of pieces in which rows are exchanged while products are computed; with 1 or nil, rows
 --- rows before and after the products
 ---@field note fun(text: string)
 
---- Cuts a model made by ps.deferred that has no data yet.
+--- Splits a model that was created by ps.deferred and has no data yet.
 ---@param model ps.nn.Module
 ---@param how ps.tensor_parallel.How
 ---@return ps.nn.Region
@@ -530,10 +538,10 @@ function tensor_parallel.cut(model, how)
   for _, kind in ipairs { "column", "row", "vocabulary", "head" } do
     of_kind(kind, function(_, claim)
       local new = REPLACE[kind](cut, claim)
-      if not new then return end                            -- the module itself was changed
+      if not new then return end                            -- the function changed the module itself
       cut.made[claim.module] = new
       put(claim, new)
-      local cut_into = rawget(claim.module, "cut_into")       -- function of a layer with an adapter (ps.lora)
+      local cut_into = rawget(claim.module, "cut_into")       -- set for a layer with an adapter (ps.lora)
       if cut_into then cut_into(claim.module, new, kind, claim, cut) end
       local adapters = rawget(model, "adapters_")
       if adapters then adapters:replaced(claim.module, new) end
@@ -560,11 +568,11 @@ function tensor_parallel.cut(model, how)
   return region
 end
 
---- Creates a model in which this process holds only its part of each layer.
+--- Creates a model of which this process has only its own part of each layer.
 ---@param model_func fun(): ps.nn.Module
 ---@param how ps.tensor_parallel.How
----@param where {device: string, stage?: fun(parameter: ps.Tensor)} stage: called with each parameter after its values
----  were set
+---@param where {device: string, stage?: fun(parameter: ps.Tensor)} stage: is called with each parameter after the
+---  parameter has its values
 ---@return ps.nn.Module
 ---@return ps.nn.Region
 function tensor_parallel.make(model_func, how, where)

@@ -1,17 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Cuts modules that keep their class: convolutions, nn.GroupNorm, nn.MultiheadAttention, and nn.Dropout between a
--- column and a row layer. Their parameters become this rank's shards, and their forward exchanges what the ranks share.
--- cut.lua passes the current cut (ps.tensor_parallel.Cut) and a claim.
+-- Splits modules among ranks without a change of their class: convolutions, nn.GroupNorm, nn.MultiheadAttention, and
+-- nn.Dropout between a column layer and a row layer. Their parameters become this rank's shards. Their forward
+-- exchanges values with other ranks where necessary. cut.lua calls the functions with the current cut
+-- (ps.tensor_parallel.Cut) and a claim.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 
 local in_place = {}
 
---- classes of convolutions that can be cut
+--- The classes of convolutions that can be split.
 in_place.CONVOLUTIONS = { Conv1d = true, Conv2d = true }
 
--- Divides a count in a field of the module among the ranks.
+-- Divides the number in a field of the module by the number of ranks.
 local function divided(cut, claim, field)
   local value, size = claim.module[field], cut.region.size
   if value % size ~= 0 then
@@ -29,7 +30,7 @@ local function check_whole_groups(claim)
   end
 end
 
---- Cuts the output channels of a convolution.
+--- Splits the output channels of a convolution.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.conv_column(cut, claim)
@@ -42,7 +43,7 @@ function in_place.conv_column(cut, claim)
   rawset(module, "forward", function(self, x) return forward(self, group:copy_to(x)) end)
 end
 
---- Cuts the input channels of a convolution. The bias is added to the sum over the ranks.
+--- Splits the input channels of a convolution. The bias is added after the ranks' results are summed.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.conv_row(cut, claim)
@@ -61,7 +62,7 @@ function in_place.conv_row(cut, claim)
   end)
 end
 
---- Cuts an nn.GroupNorm after a column layer, so that each rank has some of the groups.
+--- Splits an nn.GroupNorm after a column layer. Each rank then has some of the groups.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.channels(cut, claim)
@@ -71,7 +72,8 @@ function in_place.channels(cut, claim)
   cut:take(claim, claim.module, "bias", { dim = 0 })
 end
 
---- Makes the mask of an nn.Dropout between a column and a row layer this rank's part of the mask of all columns.
+--- Changes an nn.Dropout between a column layer and a row layer. Its mask becomes this rank's part of the mask for all
+--- columns.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.columns(cut, claim)
@@ -85,11 +87,11 @@ function in_place.columns(cut, claim)
   end)
 end
 
---- Cuts an nn.MultiheadAttention, so that each rank has some of the heads. The claims contain its out_proj as a row
---- layer.
+--- Splits an nn.MultiheadAttention. Each rank then has some of the heads. The layer out_proj has its own claim, as a
+--- row layer.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
----@param note_heads fun(module: ps.nn.Module, first: integer) records the rank's first head
+---@param note_heads fun(module: ps.nn.Module, first: integer) records this rank's first head
 function in_place.attention(cut, claim, note_heads)
   local module, region = claim.module, cut.region
   divided(cut, claim, "heads")
@@ -123,7 +125,7 @@ end
 
 local KINDS = { attention = "MultiheadAttention", channels = "GroupNorm", columns = "Dropout" }
 
---- Raises an error if the claim's kind cannot cut a module of this class.
+--- Raises an error if a module of this class cannot be split in the way that the claim's kind describes.
 ---@param claim ps.tensor_parallel.Claim
 function in_place.check(claim)
   local class = KINDS[claim.kind]

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Layers that the ranks of a group share (tensor parallelism): ColumnParallelLinear, RowParallelLinear,
--- VocabParallelEmbedding, ParallelLMHead, ParallelCrossEntropy (Shoeybi et al. 2019, "Megatron-LM"). A Region
--- (region.lua) tells a model's layers whether the ranks share the rows between layers.
+-- VocabParallelEmbedding, ParallelLMHead and ParallelCrossEntropy (Shoeybi et al. 2019, "Megatron-LM"). A Region
+-- (region.lua) says whether the ranks share the rows between a model's layers.
 --
--- A column layer has a part of the outputs, a row layer a part of the inputs. A column layer followed by a row layer,
--- as in attention and MLPs, communicates once: after the row layer, whose products are summed over the ranks.
+-- On each rank, a column layer has a part of the outputs, and a row layer has a part of the inputs. In attention and
+-- MLPs, a row layer follows a column layer. Such a pair communicates only once, after the row layer, when the ranks'
+-- products are summed.
 --
 -- Sizes: B samples, T positions, t ranks.
 local create = require "ps.tensor.create"
@@ -24,7 +25,8 @@ local Region, flat = region_file.Region, region_file.flat
 local all_dims, own_dims = region_file.all_dims, region_file.own_dims
 
 -- -- shared functions -----------------------------------------------------------------------------------------------
--- Returns the region in a layer's options, or a new region, without shared rows, for the group in them.
+-- Returns the region in a layer's options. If they have only a group, returns a new region in which rows are not
+-- shared.
 local function region_of(options, call)
   local region = options.region
   if region == nil and options.group == nil then error(call .. ": region, or group, is missing") end
@@ -33,7 +35,7 @@ local function region_of(options, call)
   return region or Region.new(options.group)
 end
 
--- Adds this rank's shard of a whole layer's parameter to `self` as a parameter.
+-- Adds a parameter to `self`. It is this rank's shard of the parameter `key` of a whole layer.
 local function take(self, whole, key, cut, call)
   local t = whole[key]
   if t == nil then return end
@@ -66,7 +68,7 @@ local function begin(self, inputs, outputs, given, call)
   self.inputs, self.outputs, self.out_in = inputs, outputs, given.out_in == false and 0 or 1
 end
 
--- Returns the whole layer, as one rank alone would have it.
+-- Returns the whole layer that a single rank would have.
 local function whole_of(self, of)
   local given = { std = of.std, dtype = of.dtype, device = of.device }
   if self.out_in == 0 then
@@ -84,16 +86,16 @@ end
 local Column = nn_module.class("ColumnParallelLinear")
 Column.unscoped = true
 
---- Creates a layer that computes x weight^T + bias, with the outputs divided among the ranks. Weight and bias are this
+--- Creates a layer that computes x weight^T + bias, whose outputs are split among the ranks. Weight and bias are this
 --- rank's shards of the parameters of nn.Linear, or of nn.Conv1D if out_in is false.
 ---@param inputs integer
----@param outputs integer must be divisible by t, and so must each block
+---@param outputs integer must be divisible by t, and so must the size of each block
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
 --- string, device?: string, blocks?: integer, gather_input?: boolean, gather_output?: boolean, parameters?: boolean}
---- region or group: the ranks. blocks: the outputs consist of this many equal blocks, and a rank has a part of each
---- (default 1). gather_input: if true, x has this rank's rows, which are gathered; if false, x is a result of
---- region:gather; nil follows the region. gather_output: all ranks get all outputs. parameters: if false, the caller
---- sets the layer's weight and bias
+--- region or group: the ranks. blocks: the number of equal blocks of which the outputs consist (default 1). A rank has
+--- a part of each block. gather_input: if true, x has this rank's rows, which are gathered; if false, x is a result of
+--- region:gather; if nil, the region decides. gather_output: whether all ranks get all outputs. parameters: if false,
+--- the caller sets the layer's weight and bias
 function Column:init(inputs, outputs, options)
   local call = "nn.ColumnParallelLinear"
   options = caller.options(options, call, COLUMN)
@@ -110,8 +112,8 @@ function Column:init(inputs, outputs, options)
 end
 
 --- Returns this rank's outputs for all rows.
----@param x ps.Tensor [B T / t, inputs] if the ranks share the region's rows, else [..., inputs]
----@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; all outputs with gather_output
+---@param x ps.Tensor [B T / t, inputs] if the ranks share the region's rows, otherwise [..., inputs]
+---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output, it has all outputs
 function Column:forward(x)
   local region, gather = self.region, self.gather_input
   local begun = region.begun[self]
@@ -134,8 +136,8 @@ function Column:forward(x)
   return self.gather_output and region.group:gather_from(y) or y
 end
 
---- Computes up to three column layers with the same input, whose rows the ranks share. The rows are exchanged once,
---- during the products of all layers. The next forward of each layer returns its outputs.
+--- Computes up to three column layers that have the same input. The ranks share the rows of the input. The rows are
+--- exchanged once, while the products of all layers are computed. The next forward of each layer returns its outputs.
 ---@param columns ps.nn.ColumnParallelLinear[] 1 to 3 layers of this region, in the order in which their forwards are
 --- called
 ---@param x ps.Tensor [B T / t, inputs]
@@ -161,17 +163,17 @@ function Column:extra_repr() return describe(self, "%d, %d", self.inputs, self.o
 local Row = nn_module.class("RowParallelLinear")
 Row.unscoped = true
 
---- Creates a layer that computes x weight^T + bias, with the inputs divided among the ranks. The result is the sum of
+--- Creates a layer that computes x weight^T + bias, whose inputs are split among the ranks. The result is the sum of
 --- the ranks' products, plus bias and residual. The weight is this rank's shard of the weight of nn.Linear, or of
---- nn.Conv1D if out_in is false. All ranks have the bias. If each rank has its own rows of the result, its gradient of
---- the bias is from these rows only (shard.is_partial).
+--- nn.Conv1D if out_in is false. All ranks have the whole bias. If each rank gets only its own rows of the result, the
+--- gradient of the bias on a rank is computed from these rows only (shard.is_partial).
 ---@param inputs integer must be divisible by t
 ---@param outputs integer
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
 --- string, device?: string, split_input?: boolean, all_reduce_output?: boolean, parameters?: boolean} region or group:
---- the ranks. split_input: x has all inputs, of which this rank uses its part. all_reduce_output: if true, all ranks
---- get all rows of the result; if false, each rank gets its rows, which are equal parts of the first dimension; nil
---- follows the region. parameters: if false, the caller sets the layer's weight and bias
+--- the ranks. split_input: whether x has all inputs; this rank then uses its own part. all_reduce_output: if true, all
+--- ranks get all rows of the result; if false, each rank gets its own rows, which are one of t equal parts of the first
+--- dimension; if nil, the region decides. parameters: if false, the caller sets the layer's weight and bias
 function Row:init(inputs, outputs, options)
   local call = "nn.RowParallelLinear"
   options = caller.options(options, call, ROW)
@@ -187,8 +189,8 @@ end
 
 --- Returns the sum of the ranks' products, plus bias and residual.
 ---@param x ps.Tensor [..., inputs / t], or [..., inputs] with split_input
----@param residual? ps.Tensor of the result's shape
----@return ps.Tensor [B T / t, outputs] if the ranks share the region's rows, else [..., outputs]
+---@param residual? ps.Tensor has the result's shape
+---@return ps.Tensor [B T / t, outputs] if the ranks share the region's rows, otherwise [..., outputs]
 function Row:forward(x, residual)
   local region, whole = self.region, self.all_reduce_output
   if self.split_input then x = region.group:scatter_to(x) end
@@ -212,7 +214,7 @@ end
 function Row:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
 
 -- -- the vocabulary -------------------------------------------------------------------------------------------------
--- Describes how the rows of a vocabulary of n words are cut: they are padded to a multiple of t.
+-- Describes how the rows of a vocabulary of n words are split. They are padded to a multiple of t.
 local function rows_of(n, region) return { dim = 0, padded = -n % region.size } end
 
 ---@class ps.nn.VocabParallelEmbedding: ps.nn.Module
@@ -223,14 +225,14 @@ Vocabulary.unscoped = true
 local VOCABULARY = { region = "table", group = "table", std = "number", padding_idx = "whole", dtype = "string",
   device = "string", enter = "boolean", parameters = "boolean" }
 
---- Creates an embedding that the ranks share. The weight is this rank's rows of nn.Embedding's weight, and padding
---- after the last row is 0.
+--- Creates an embedding that the ranks share. The weight contains this rank's rows of the weight of nn.Embedding. Rows
+--- of padding after the last word are 0.
 ---@param rows integer V, the number of rows
 ---@param width integer C
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, padding_idx?: integer, dtype?: string,
 --- device?: string, enter?: boolean, parameters?: boolean} region or group: the ranks. std, padding_idx: as in
---- nn.Embedding. enter: the ranks share the rows of the result if the region allows it. parameters: if false, the
---- caller sets the layer's weight
+--- nn.Embedding. enter: whether the ranks share the rows of the result, if the region allows it. parameters: if false,
+--- the caller sets the layer's weight
 function Vocabulary:init(rows, width, options)
   local call = "nn.VocabParallelEmbedding"
   options = caller.options(options, call, VOCABULARY)
@@ -243,7 +245,7 @@ function Vocabulary:init(rows, width, options)
 end
 
 --- Returns the embedding's rows at the given indices.
----@param index ps.Tensor integers [B, T] if the ranks share the region's rows from here on, else [...]
+---@param index ps.Tensor integers [B, T] if the ranks start to share the region's rows here, otherwise [...]
 ---@return ps.Tensor [B T / t, width], or [..., width]
 function Vocabulary:forward(index)
   local region, weight = self.region, self.weight
@@ -266,8 +268,8 @@ Head.unscoped = true
 local HEAD = { region = "table", group = "table", std = "number", dtype = "string", device = "string", tied = "table",
   biased = "table", parameters = "boolean" }
 
---- Creates the head of a language model (nn.LMHead), with the logits divided among the ranks by words. With `tied`, the
---- head uses the weight of a token embedding, which remains the embedding's parameter.
+--- Creates the head of a language model (nn.LMHead). Its logits are split among the ranks by words. With `tied`, the
+--- head uses the weight of a token embedding. The weight is then still a parameter of the embedding.
 ---@param width integer C
 ---@param words integer V
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string, tied?:
@@ -281,7 +283,8 @@ function Head:init(width, words, options)
   self.inputs, self.outputs = width, words
   if options.biased then rawset(self, "biased", options.biased) end
   if options.tied then
-    rawset(self, "tied", options.tied)  -- not registered as a child module, so that the parameter has only one name
+    -- `tied` is not registered as a child module, because the parameter must have only one name.
+    rawset(self, "tied", options.tied)
     return
   end
   if options.parameters == false then return end
@@ -299,7 +302,7 @@ end
 local function bias_of(head) return (rawget(head, "biased") or head).bias end
 
 --- Returns the logits of all words.
----@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, else [..., C]
+---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, otherwise [..., C]
 ---@return ps.Tensor [B, T, V], or [..., V]
 function Head:forward(x)
   local region = self.region
@@ -308,7 +311,8 @@ function Head:forward(x)
   return region.on and y:numel() == region.rows * y:size(-1) and all_dims(region, y) or y
 end
 
--- Returns a bias that is very low for this rank's columns beyond `total` words, or nil if all columns are words.
+-- Returns a bias that is very low for those columns of this rank that are beyond `total` words. Returns nil if all
+-- columns are words.
 local function padding_of(total, first, per, where)
   local words = math.max(0, math.min(per, total - first))
   if words == per then return nil end
@@ -317,7 +321,7 @@ local function padding_of(total, first, per, where)
   return low
 end
 
--- Raises an error for a target outside [0, total), like the op lm_loss.
+-- Raises an error if a target is outside [0, total), like the op lm_loss.
 local function check_targets(targets, counts, total, call)
   -- The lookup raises an error for an index outside [0, total).
   local known = tensors.where(counts, targets, 0)
@@ -328,21 +332,22 @@ local function check_targets(targets, counts, total, call)
   for row, target in ipairs(problem.name == "ERANGE" and known:reshape(-1):tolist() or {}) do
     if target < 0 or target >= total then
       problem.msg = ("%s: target %d of row %d is outside the vocabulary [0, %d)"):format(call, target, row - 1, total)
-      problem.op = nil                                             -- the caller did not request a lookup
+      problem.op = nil                                             -- the caller did not request this lookup
       break
     end
   end
   error(problem, 0)
 end
 
--- Returns which targets [N] count, as bool [N]. Raises an error if one of them is outside [0, total).
+-- Returns a bool [N] that marks the targets which are not ignored. Raises an error if one of them is outside [0,
+-- total).
 local function counted(targets, ignore, total, call)
   local counts = targets:ne(ignore)
   check_targets(targets, counts, total, call)
   return counts
 end
 
--- Returns this rank's entries of a tensor over all words [V] as [per], with 0 after the last word.
+-- Returns this rank's part [per] of a tensor [V] with a value for each word. Values after the last word are 0.
 local function own_classes(t, first, per)
   local from, words = math.min(first, t:numel()), t:numel()
   local n = math.min(per, words - from)
@@ -351,8 +356,8 @@ local function own_classes(t, first, per)
   return n == 0 and zeros or tensors.cat({ t:narrow(0, from, n), zeros }, 0)
 end
 
--- Returns the weights [N] of the targets' classes, and the label smoothing; with smoothing, also this rank's class
--- weights [per] and the sum of all class weights.
+-- Returns the weights [N] of the targets' classes, and the label smoothing. With smoothing, also returns this rank's
+-- class weights [per] and the sum of all class weights.
 local function weights_of(chosen, targets, counts, words, first, per, dtype, call)
   local smooth, weight, share = chosen.label_smoothing or 0, chosen.weight, counts
   if not (smooth >= 0 and smooth <= 1) then
@@ -374,8 +379,8 @@ end
 local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
 local MEAN_OR_SUM = { mean = true, sum = true }
 
--- Returns the loss's factors [3, N] of each row's log-sum-exp, target logit and sum of logits. share: [N], the weights
--- of the targets' classes, 0 for rows that do not count. smooth: the label smoothing. mass: the sum of all class
+-- Returns the loss's factors [3, N]. They multiply each row's log-sum-exp, target logit and sum of logits. share: the
+-- weights [N] of the targets' classes, 0 for ignored rows. smooth: the label smoothing. mass: the sum of all class
 -- weights. words: the number of classes.
 local function coefficients(share, counts, smooth, mass, words, reduction)
   local one, some = share * (1 - smooth), counts * (smooth / words)
@@ -383,25 +388,25 @@ local function coefficients(share, counts, smooth, mass, words, reduction)
   local rows = tensors.cat({ all:reshape(1, -1), one:reshape(1, -1), some:reshape(1, -1) }, 0)
   if reduction == "sum" then return rows end
   local sum = share:sum()
-  return rows / tensors.where(sum:eq(0), 1, sum)  -- the mean over no rows is 0
+  return rows / tensors.where(sum:eq(0), 1, sum)  -- if there are no rows, the mean is 0
 end
 
--- Returns a power of two that scales gradients in fp16, like the op lm_loss: gradients of a mean over many rows would
--- underflow.
+-- Returns a power of two that scales gradients in fp16, like the op lm_loss. Without it, the gradients of a mean over
+-- many rows would underflow.
 local function scale_of(dtype, reduction, N)
   local scale = 1
   while dtype == "fp16" and reduction == "mean" and 2 * scale <= N do scale = 2 * scale end
   return scale
 end
 
---- Returns the mean cross entropy of the logits. Logits and their gradients are computed in panels of rows, never in
---- memory as a whole, and no logits are kept for backward. Per row, the ranks exchange the largest logit, the sum of
---- exponentials and the target's logit (Shoeybi et al. 2019, section 3), and with label smoothing the sum of all
---- logits. Rows that the ranks share are gathered once.
----@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, else [..., C]
+--- Returns the mean cross entropy of the logits. Logits and their gradients are computed in panels of rows. They are
+--- never in memory as a whole, and no logits are kept for backward. For each row, the ranks exchange the largest logit,
+--- the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3). With label smoothing, they also
+--- exchange the sum of all logits. Rows that the ranks share are gathered once.
+---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, otherwise [..., C]
 ---@param targets ps.Tensor integers [B, T], or [...]; targets of -100 are ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number} the
---- options of F.lm_loss; weight [V] must be equal on all ranks
+--- options of F.lm_loss. weight [V] must be equal on all ranks
 ---@return ps.Tensor of 0 dimensions
 function Head:loss(x, targets, options)
   local call = "nn.ParallelLMHead's loss"
@@ -436,10 +441,11 @@ local CROSS_ENTROPY = { region = "table", group = "table", words = "whole", igno
   reduction = "string" }
 local REDUCTIONS = { none = true, mean = true, sum = true }
 
---- Creates a loss: the cross entropy of logits that the ranks share by words. The ranks exchange three numbers per row.
+--- Creates a cross entropy loss for logits that are split among the ranks by words. The ranks exchange three numbers
+--- per row.
 ---@param options {region?: ps.nn.Region, group?: ps.Group, words?: integer, ignore_index?: integer, reduction?:
---- "mean"|"sum"|"none"} region or group: the ranks. words: V (default: t times the number of a rank's logits); columns
---- after V are padding. ignore_index, reduction: as in F.cross_entropy
+--- "mean"|"sum"|"none"} region or group: the ranks. words: the number of words V (default: t times the number of logits
+--- of a rank); columns after V are padding. ignore_index, reduction: as in F.cross_entropy
 function CrossEntropy:init(options)
   local call = "nn.ParallelCrossEntropy"
   options = caller.options(options, call, CROSS_ENTROPY)
@@ -450,7 +456,7 @@ function CrossEntropy:init(options)
 end
 
 -- Returns statistics [3, n] of logits [n, v]: this rank's largest logit, the sum of exp(logit - largest), and the
--- target's logit, or 0 if another rank has it.
+-- target's logit. If another rank has the target's logit, the third number is 0.
 local function stats_of(logits, low, own, here, dtype)
   logits = logits:to(dtype)
   logits = low and logits + low or logits
@@ -460,7 +466,8 @@ local function stats_of(logits, low, own, here, dtype)
   return tensors.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
 end
 
--- Returns the losses [N] of the rows, 0 where `counts` is 0, from this rank's stats [3, N].
+-- Returns the losses [N] of the rows, computed from this rank's statistics `mine` [3, N]. Where `counts` is 0, the loss
+-- is 0.
 local function losses_of(group, mine, counts)
   local all = group:gather_from(mine:reshape(1, 3, -1):contiguous(), 0)                 -- [t, 3, N]
   local top = all:select(1, 0):detach()                                                 -- [t, N]
@@ -469,8 +476,9 @@ local function losses_of(group, mine, counts)
   return (sum:log() + most:reshape(-1) - all:select(1, 2):sum(0)) * counts
 end
 
--- Returns two counts as int64 [2], or nil if they were not requested: the targets that count and equal the first word
--- with the largest logit, and the targets that count. The ranks exchange two more numbers per row.
+-- Returns two counts as int64 [2], or nil if they were not requested. The first counts the targets that are not ignored
+-- and are the first word with the largest logit. The second counts the targets that are not ignored. The ranks exchange
+-- two more numbers per row for this.
 local function hits_of(group, logits, low, own, here, counts, dtype)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()
@@ -489,12 +497,12 @@ end
 local function reduced(losses, share, reduction)
   if reduction == "sum" then return losses:sum() end
   local sum = share:sum()
-  -- the mean over no rows is 0
+  -- If there are no rows, the mean is 0.
   return losses:sum() / tensors.where(sum:eq(0), 1, sum)
 end
 
---- Returns the loss, equal on all ranks. The logits get the gradient of this rank's words.
----@param logits ps.Tensor [..., ceil(V / t)] of this rank's words
+--- Returns the loss, which is equal on all ranks. In backward, each rank computes the gradient of its own logits.
+---@param logits ps.Tensor [..., ceil(V / t)], the logits of this rank's words
 ---@param targets ps.Tensor integers [...], equal on all ranks
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function CrossEntropy:forward(logits, targets)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Decides whether the ranks of tensor parallelism share the rows between layers (sequence parallelism, Korthikanti et
--- al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). A model's layers share one Region, which
--- takes the number of rows from the input of the module at which sequence parallelism begins.
+-- al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). The layers of a model share one Region.
+-- Sequence parallelism begins at a certain module, and the Region reads the number of rows from this module's input.
 --
 -- Sizes: B samples, T positions, t ranks.
 local caller = require "ps.core.caller"
@@ -9,31 +9,34 @@ local error = caller.error
 
 local region = {}
 
----@class ps.nn.Region state that the layers of one model share
+---@class ps.nn.Region state that the layers of a model share
 ---@field group ps.Group
----@field size integer t
+---@field size integer t, the number of ranks
 ---@field rank integer
 ---@field wanted boolean whether sequence parallelism is requested
 ---@field keep boolean whether gathered rows are kept for backward
----@field pieces integer number of pieces in which rows are exchanged while products are computed; 1 exchanges rows
---- before and after the products
----@field on boolean true if each rank has its B T / t rows between layers, false if each has all rows [B, T, C]
----@field keeps_dims boolean true if a rank's rows have as many dimensions as all rows, false if they are [B T / t, C]
----@field cached boolean whether the current forward uses cached keys, so that all ranks have all rows
----@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> outputs that begin_columns computed,
---- until the column's forward returns them
+---@field pieces integer number of pieces in which rows are exchanged while products are computed; with 1, rows are
+--- exchanged before and after the products
+---@field on boolean true if each rank has its own B T / t rows between layers, false if each rank has all rows [B, T,
+--- C]
+---@field keeps_dims boolean true if a rank's rows have the same number of dimensions as all rows, false if they are
+--- [B T / t, C]
+---@field cached boolean whether the current forward uses cached keys; all ranks then have all rows
+---@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> outputs that begin_columns has computed
+--- and that the columns' forwards have not returned yet
 ---@field dims integer[] dimensions of all rows, such as { B, T }
 ---@field rows integer number of all rows, B T
 local Region = {}
 Region.__index = Region
 region.Region = Region
 
---- Creates the state that a model's layers share. Until `set` or `enter`, all ranks have all rows.
+--- Creates the state that the layers of a model share. Before `set` or `enter`, all ranks have all rows.
 ---@param group ps.Group the ranks that share the layers
----@param sequence? boolean whether the ranks share the rows between layers if t divides their number
----@param keep? boolean whether to keep gathered rows for backward, which otherwise gathers them again
----@param pieces? integer (default 1); with 2 to 8, rows are exchanged in this many pieces while column and row layers
---- compute
+---@param sequence? boolean whether the ranks share the rows between layers, if t divides the number of rows
+---@param keep? boolean whether gathered rows are kept for backward; otherwise backward gathers them again
+---@param pieces? integer number of pieces in which rows are exchanged (default 1); with 2 to 8, they are exchanged
+--- while
+--- column and row layers compute
 ---@return ps.nn.Region
 function Region.new(group, sequence, keep, pieces)
   if type(group) ~= "table" or not group.copy_to then
@@ -44,8 +47,8 @@ function Region.new(group, sequence, keep, pieces)
     begun = {} }, Region)
 end
 
--- Sets the dimensions of all rows. The ranks share the rows if sequence parallelism is requested and t divides their
--- number. Drops outputs of begin_columns that an interrupted forward left.
+-- Sets the dimensions of all rows. The ranks share the rows if sequence parallelism is requested and t divides the
+-- number of rows. Also frees outputs of begin_columns that remain from an interrupted forward.
 function region.set_rows(self, dims)
   local rows = 1
   for _, size in ipairs(dims) do rows = rows * size end
@@ -55,24 +58,24 @@ function region.set_rows(self, dims)
 end
 
 --- Sets the number of rows of the next forward. The ranks share the rows if sequence parallelism is requested and t
---- divides their number. Drops outputs of begin_columns that an interrupted forward left.
+--- divides the number of rows. Also frees outputs of begin_columns that remain from an interrupted forward.
 ---@param B integer number of samples
 ---@param T integer number of positions
----@param cached? boolean whether the forward uses cached keys, as in decoding, so that all ranks have all rows
+---@param cached? boolean whether the forward uses cached keys, as in decoding; all ranks then have all rows
 function Region:set(B, T, cached)
   self.cached = cached and true or false
   region.set_rows(self, { B, T })
 end
 
---- Begins a forward. All ranks have all rows until a module's input enters the region.
----@param cached? boolean whether the forward uses cached keys, so that all ranks have all rows
+--- Begins a forward. All ranks have all rows until the forward reaches the module at which the region begins.
+---@param cached? boolean whether the forward uses cached keys; all ranks then have all rows
 function Region:begin(cached)
   self.on, self.cached = false, cached and true or false
   if next(self.begun) then self.begun = {} end
 end
 
---- Returns the state for `restore`. `restore` is called before backward runs a function again (ps.recompute), and
---- before a pipeline runs a part for another micro-batch.
+--- Returns the state for `restore`. `restore` is called before backward runs a function again (ps.recompute). A
+--- pipeline also calls it before it runs a part for another micro-batch.
 ---@return {on: boolean, cached: boolean, dims: integer[], rows: integer}
 function Region:state() return { on = self.on, cached = self.cached, dims = self.dims, rows = self.rows } end
 
@@ -91,8 +94,8 @@ end
 -- Returns x [..., C] as [rows, C].
 function region.flat(x) return x:dim() == 2 and x or x:reshape(-1, x:size(-1)) end
 
--- Returns a rank's rows [B T / t, C], with keeps_dims in as many dimensions as all rows have: [B / t, T, C] if t
--- divides B, else [1, B T / t, C].
+-- Returns a rank's rows [B T / t, C]. With keeps_dims, they get the number of dimensions that all rows have:
+-- [B / t, T, C] if t divides B, otherwise [1, B T / t, C].
 function region.own_dims(self, x)
   if not self.keeps_dims then return x end
   local dims, n, C = { unpack(self.dims) }, self.rows / self.size, x:size(-1)
@@ -106,34 +109,34 @@ function region.own_dims(self, x)
   return x:reshape(dims)
 end
 
--- Returns all rows [B T, C] as [B, T, C].
+-- Reshapes all rows [B T, C] to [B, T, C].
 function region.all_dims(self, x)
   local shape = { unpack(self.dims) }
   shape[#shape + 1] = x:size(-1)
   return x:reshape(shape)
 end
 
---- Returns this rank's rows of x, where the ranks begin to share rows.
+--- Returns this rank's rows of x. It is called where the ranks begin to share rows.
 ---@param x ps.Tensor [B, T, C], equal on all ranks
----@return ps.Tensor [B T / t, C], or with keeps_dims [B / t, T, C] if t divides B, else [1, B T / t, C]; x itself if
----  the ranks do not share the rows
+---@return ps.Tensor [B T / t, C]. With keeps_dims, it is [B / t, T, C] if t divides B, otherwise [1, B T / t, C]. If
+---  the ranks do not share the rows, it is x itself
 function Region:enter(x)
   region.set_rows(self, rows_dims(x))
   if not self.on then return x end
   return region.own_dims(self, self.group:scatter_to(region.flat(x), 0))
 end
 
---- Returns all rows, for layers that every rank computes in full.
----@param x ps.Tensor with this rank's rows, or with all rows [B, T, C]
+--- Returns all rows. This is for layers that every rank computes in full.
+---@param x ps.Tensor has this rank's rows, or all rows [B, T, C]
 ---@return ps.Tensor [B, T, C]
 function Region:leave(x)
   if not self.on then return x end
   return region.all_dims(self, self:has_part(x) and self.group:gather_from(x, 0) or x)
 end
 
---- Returns all rows, for products whose outputs are divided among the ranks. The gradient is the sum over the ranks.
---- Each rank gets its rows of it, or all rows. After `leave`, all ranks have all rows already.
----@param x ps.Tensor with this rank's rows, or with all rows
+--- Returns all rows. This is for products whose outputs are split among the ranks. The gradient is the sum over the
+--- ranks, of which each rank gets its own rows, or all rows. After `leave`, all ranks have all rows already.
+---@param x ps.Tensor has this rank's rows, or all rows
 ---@return ps.Tensor [B, T, C], or all rows in x's shape
 function Region:gather(x)
   if not self:has_part(x) then return self.group:copy_to(x) end
@@ -145,7 +148,7 @@ end
 ---@return boolean
 function Region:has_part(x) return self.on and x:numel() * self.size == self.rows * x:size(-1) end
 
---- Returns the sum of y over the ranks: this rank's rows of it, or all rows.
+--- Sums y over the ranks. Returns this rank's rows of the sum, or all rows.
 ---@param y ps.Tensor [B, T, C], or [B T, C]
 ---@return ps.Tensor this rank's rows, or y's shape
 function Region:reduce(y)
@@ -153,16 +156,18 @@ function Region:reduce(y)
   return region.own_dims(self, self.group:scattered(y:reshape(self.rows, -1)))
 end
 
---- Returns the position of x in the tensor of all rows, for F.dropout, or nil if x has all rows.
----@param x ps.Tensor with this rank's rows
+--- Returns the position of x in the tensor of all rows, in the form that F.dropout expects. Returns nil if x has all
+--- rows.
+---@param x ps.Tensor has this rank's rows
 ---@return {first: integer, per_sample: integer}?
 function Region:part(x)
   if not self:has_part(x) then return nil end
   return { first = self.rank * x:numel(), per_sample = self.rows / self.dims[1] * x:size(-1) }
 end
 
---- Returns a parameter that all ranks have, for use on rows that all ranks have. If the ranks share rows, gradients of
---- a parameter that all ranks have are summed over the ranks. The gradient of this use is therefore counted once.
+--- Returns a parameter that all ranks have, for use with rows that all ranks have. If the ranks share rows elsewhere,
+--- the gradients of such a parameter are summed over the ranks. This function makes the gradient of this use count only
+--- once.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
