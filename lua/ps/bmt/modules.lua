@@ -15,7 +15,7 @@ local modules = {}
 local DistributedModule = nn_module.class("DistributedModule")
 modules.DistributedModule = DistributedModule
 
---- Runs a call that does not come from another module. If OptimManager trains the module, the call is the forward of a
+--- Runs a call that no other module makes. If OptimManager trains the module, the call is the forward of a
 --- step.
 ---@param run fun(module: ps.nn.Module, ...): any
 ---@param ... any

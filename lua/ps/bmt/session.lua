@@ -335,7 +335,7 @@ local function stages_for(self, module)
   return stages.of_itself(module, function(tensor) return pipe.stage_of[tensor] end, pipe.rank, pipe.size)
 end
 
--- Gives the model and the manager's optimizers to the engine.
+-- Passes the model and the manager's optimizers to the engine.
 function Session:take(module)
   local groups, engine = self.groups(), self.engine
   self:stop_staging()
@@ -354,7 +354,7 @@ function Session:take(module)
   self.taken(engine)
 end
 
---- Gives the model to the engine before its first call, if the optimizers have all trained parameters of the model.
+--- Passes the model to the engine before its first call, if the optimizers have all trained parameters of the model.
 --- Values that are loaded afterwards are then also written to the fp32 masters.
 ---@param module ps.nn.Module
 function session.hand_over(module)
@@ -386,7 +386,7 @@ local function leave(self, ok, ...)
   return ...
 end
 
---- Runs a call of a DistributedModule that does not come from another module. For the trained model, the call is a
+--- Runs a call of a DistributedModule that no other module makes. For the trained model, the call is a
 --- forward of the engine.
 ---@param module ps.nn.Module
 ---@param run fun(module: ps.nn.Module, ...): any the function that performs the call

@@ -12,7 +12,7 @@ local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu"
 --- Returns the number of data-parallel groups. Each group has its own rows of a batch.
 ---@param state ps.config.State
 ---@param cfg ps.Config
----@param world? integer number of processes; nil stands for the processes of one model replica
+---@param world? integer number of processes; nil means the processes of one model replica
 ---@return integer
 function batch.data_parallel(state, cfg, world)
   local stages, parts = cfg.pipeline.stages, cfg.tensor_parallel.size

@@ -267,7 +267,7 @@ function layers.add(found, name, how)
   end
 end
 
---- Sets DoRA's magnitudes to the row norms of the weight with the adapter.
+--- Sets DoRA's magnitudes to the norms of the rows of the weight, including the adapter.
 ---@param layer ps.nn.Module
 ---@param name string
 function layers.reset_magnitude(layer, name)
@@ -318,7 +318,7 @@ function layers.blocks(weight, by_row, parts, sign, fn)
   end
 end
 
--- Returns the adapter's tensors in the form that layers.blocks takes. `values` maps a tensor to its fp32 values.
+-- Returns the adapter's tensors in the form that layers.blocks expects. `values` maps a tensor to its fp32 values.
 local function parts_of(layer, name, values)
   local A, B, magnitude = tensors_of(layer, name)
   if values then A, B, magnitude = values(A), values(B), magnitude and values(magnitude) end

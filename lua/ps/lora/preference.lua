@@ -194,9 +194,9 @@ end
 
 -- -- batches ----------------------------------------------------------------------------------------------------------
 ---@class ps.preference.Pair
----@field prompt integer[] ids
----@field chosen integer[] ids that follow the prompt
----@field rejected integer[]
+---@field prompt integer[] ids of the prompt
+---@field chosen integer[] ids of the chosen answer, which follow the prompt
+---@field rejected integer[] ids of the rejected answer, which follow the prompt
 
 local ENCODE = { seq = "whole", date = "string" }
 

@@ -494,7 +494,7 @@ function Optimizer:load_state_dict(state, model)
   self.steps, self.moved = values.steps, nil
 end
 
---- Creates an Adam optimizer. It adds weight_decay times the parameter to the gradient. In a group of several ranks,
+--- Creates an Adam optimizer, which adds weight_decay times the parameter to the gradient. In a group of several ranks,
 --- step() is an error unless per_rank is true. With per_rank, each rank updates from its own gradients, which the
 --- script may have summed.
 ---@param params ps.nn.Module|ps.Tensor[]|table[] a module, a list of parameters, or a list of groups {params=, ...}

@@ -54,9 +54,9 @@ function torch.LambdaLR(options, ...)
   return per_group("LambdaLR", options, function(count, base, group) return base * factor(count, group) end)
 end
 
---- Returns PyTorch's MultiplicativeLR. At each step, starting with step 1, it multiplies each group's rate by a
---- function of the step. In a SequentialLR, it continues from the rate of the previous schedule, and also multiplies it
---- by the function's value for step 0.
+--- Returns PyTorch's MultiplicativeLR, which multiplies each group's rate at each step by a function of the step. The
+--- first step that it does this for is step 1. In a SequentialLR, it continues from the rate of the previous schedule,
+--- and also multiplies it by the function's value for step 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} if
 ---  lr_lambda is a list, it has one function for each group
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
@@ -292,7 +292,7 @@ end
 
 local CHAINED = { schedulers = "table", optimizer = "table" }
 
---- Returns PyTorch's ChainedScheduler. It combines several schedules for the same optimizer, and each of its steps is a
+--- Returns PyTorch's ChainedScheduler, which combines several schedules for the same optimizer. Each of its steps is a
 --- step of every schedule. Each schedule continues from the rates that the previous schedule has set.
 ---@param schedulers ps.Schedule[]|{schedulers: ps.Schedule[], optimizer?: ps.Optimizer}
 ---@param optimizer? ps.Optimizer default: the optimizer of the schedules
@@ -343,8 +343,8 @@ local function cycle_phases(options, total)
     { last = total - 1, "first", "least", "max", "max" } }
 end
 
---- Returns PyTorch's OneCycleLR. Unlike in PyTorch, the rate keeps its last value after total_steps. The rate completes
---- one cycle (Smith and Topin 2018). During the fraction pct_start of the steps, it rises from max_lr / div_factor to
+--- Returns PyTorch's OneCycleLR, except that the rate keeps its last value after total_steps. The rate completes one
+--- cycle (Smith and Topin 2018). During the fraction pct_start of the steps, it rises from max_lr / div_factor to
 --- max_lr. Then it falls to the first rate divided by final_div_factor. With three_phase, it first falls to the first
 --- rate, in as many steps as it rose. With cycle_momentum, Adam's beta1 or SGD's momentum moves in the opposite
 --- direction.
@@ -447,8 +447,9 @@ function schedule.plateau(name, options, ...)
   return self
 end
 
---- Returns PyTorch's ReduceLROnPlateau. It multiplies the rates by `factor` if a value has not improved for more than
---- `patience` evaluations. The value is the argument of schedule:step(value). ps.train.run passes the held-out loss.
+--- Returns PyTorch's ReduceLROnPlateau, which multiplies the rates by `factor` if a value has not improved for more
+--- than `patience` evaluations. The value is the argument of schedule:step(value). ps.train.run passes the held-out
+--- loss.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, mode?: "min"|"max", factor?: number, patience?: integer,
 --- threshold?: number, threshold_mode?: "rel"|"abs", cooldown?: integer, min_lr?: number|number[], eps?: number}
 --- mode: default "min". factor: 0.1. patience: 10. threshold: 1e-4. threshold_mode: "rel". cooldown: 0. min_lr: 0.

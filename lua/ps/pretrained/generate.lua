@@ -118,7 +118,8 @@ local function prompts_of(prompt)
   return prompts, single
 end
 
-local DEFAULT = 20                      -- number of tokens that transformers adds if neither options nor files set one
+-- The number of tokens that transformers adds if neither the options nor the files set one.
+local DEFAULT = 20
 
 -- Returns the number of tokens to add. If the call does not set it, it is computed from the options or the settings of
 -- the model's files. Some settings limit the length of prompt and continuation. For these settings, the length of the
@@ -155,9 +156,10 @@ end
 --- are read from the model's generation_config.json, if it has one.
 ---@param model ps.pretrained.Model
 ---@param prompt integer[]|integer[][]|ps.Tensor|table a list of ids, a list of such lists of any lengths, int [B, T],
---- or a tokenizer's result: { input_ids =, attention_mask = }, whose masked ids are left out
----@param n? integer the largest number of tokens to add (default: max_new_tokens or max_length of the options, then of
---- the file, else 20, limited by the model's positions). The options may be passed in place of n
+--- or a tokenizer's result: { input_ids =, attention_mask = }. Ids that the mask hides are not used
+---@param n? integer the largest number of tokens to add. The default is max_new_tokens or max_length of the options, or
+--- else of the file, or else 20. The default is limited by the model's positions. The options may be passed in place of
+--- n
 ---@param options? {temperature?: number, top_k?: integer, top_p?: number, min_p?: number, do_sample?: boolean, seed?:
 --- integer, repetition_penalty?: number, no_repeat_ngram_size?: integer, min_new_tokens?: integer, eos_token_id?:
 --- integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer, num_beams?: integer,

@@ -63,7 +63,7 @@ local function tokenizer_json(t)
   for _, key in ipairs { "normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding" } do
     if all[key] == nil then all[key] = json.null end
   end
-  local mark = "MODEL"                             -- stands for the model, and occurs nowhere else
+  local mark = "MODEL"                             -- replaced by the model below; occurs nowhere else
   local rest = encode(all, "tokenizer.json")
   while rest:find(mark, 1, true) do mark = mark .. "_" end
   all.model = mark

@@ -99,7 +99,7 @@ end
 
 -- -- saving ---------------------------------------------------------------------------------------------------------
 -- Returns the arguments of save_pretrained or save_parallelized: the folder, the options, and the engine if the call
--- came from an engine. The folder may also be given as the option save_directory.
+-- was made by an engine. The folder may also be given as the option save_directory.
 local function asked(path, options, more)
   local engine = handle.of(options)
   if engine then options = more end

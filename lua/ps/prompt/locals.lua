@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Gives access to the variables of a script by name, in two cases. First, `psluajit -i script.lua` opens a prompt after
+-- Provides the variables of a script by name, in two cases. First, `psluajit -i script.lua` opens a prompt after
 -- an error of the script. For this, the program's error handler calls keep_at_error() while the stack frames still
 -- exist. Second, a script can be paused (ps/prompt/pause.lua).
 local caller = require "ps.core.caller"

@@ -257,7 +257,7 @@ local REPLACE = {
   end,
 }
 
--- Handles a module with a bias over the vocabulary. Gives the module an nn.ParallelLMHead, which has the embedding's
+-- Handles a module with a bias over the vocabulary. Creates an nn.ParallelLMHead for it, which has the embedding's
 -- weight and the module's bias. A module with a weight of its own (decoder) does not change.
 local function words(cut, claim)
   local module, found = claim.module, nil
