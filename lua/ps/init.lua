@@ -87,11 +87,9 @@ function ps.chunks(...) return exact.of(require("ps.memory.views").chunks, "ps.c
 --- step in order, each with its chunks. A trace index is an op that uses chunks. The list prints as a table. Adjacent
 --- indices with the same chunks share a row of this table. Before the first step is planned, the list is empty.
 ---@param options? integer|string|{all?: boolean, action?: string} a chunk's id selects the indices that use this chunk;
---- a
---- tensor's name selects the indices that use a chunk with this tensor. action: selects the indices of one action
+--- a tensor's name selects the indices that use a chunk with this tensor. action: selects the indices of one action
 --- ("forward", "backward", "update", ...). all: if true, every row is printed.
----@return ps.view.Moment[] moments The list has a field `other`. It has the peak number of bytes outside chunks for
---- each
+---@return ps.view.Moment[] moments The field `other` of the list has the peak number of bytes outside chunks for each
 --- tier.
 function ps.trace(options)
   local engine = require("ps.engine.setup").current()

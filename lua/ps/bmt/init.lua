@@ -117,8 +117,7 @@ function bmt.inspect.inspect_model(model, pattern, prefix)
   return inspect.inspect_model(target, pattern, prefix)
 end
 
--- -- calls of BMTrain without a counterpart
--- ------------------------------------------------------------------------------------------------
+-- -- calls of BMTrain without a counterpart ---------------------------------------------------------------------------
 local ABSENT = {
   BMTrainModelWrapper = "derive the model's class from bmt.DistributedModule, or train it with ps.initialize",
   wait_loader = "moves of parameters are planned, and there is nothing to wait for",

@@ -21,8 +21,7 @@ local optim = {}
 ---@class ps.bmt.Optimizer
 ---@field name string
 ---@field param_groups table[] the groups; each has params, lr, betas, eps and weight_decay, which can be changed
---- between
---- steps
+--- between steps
 ---@field hold_steps integer number of first steps in which the rate is 0
 ---@field offload boolean whether the state and its updates are on the host
 local Optimizer = {}

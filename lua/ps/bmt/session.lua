@@ -42,8 +42,7 @@ local session = {}
 ---@field pieces integer number of pieces in which the ranks along tp exchange rows during matrix products
 ---@field pipe ps.bmt.Pipe|false the pipeline, if blocks are assigned to stages
 ---@field stays table<ps.Tensor, boolean> for parameters of blocks with their own zero_level: whether gathered values
---- are
---- kept until the end of the step
+--- are kept until the end of the step
 ---@field alike table<ps.Tensor, boolean> parameters that are sharded along tp, or whose gradients are equal along tp
 ---@field device string|false the default device before the engine was opened
 local Session = {}
@@ -386,8 +385,8 @@ local function leave(self, ok, ...)
   return ...
 end
 
---- Runs a call of a DistributedModule that no other module makes. For the trained model, the call is a
---- forward of the engine.
+--- Runs a call of a DistributedModule that no other module makes. For the trained model, the call is a forward of the
+--- engine.
 ---@param module ps.nn.Module
 ---@param run fun(module: ps.nn.Module, ...): any the function that performs the call
 ---@return any ...

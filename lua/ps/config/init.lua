@@ -50,8 +50,7 @@ local config = {}
 ---@field use_cpu_embedding boolean|"auto"
 ---@field client {mem_tracer: ps.config.MemTracer, opts: table}
 ---@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} speeds of
---- updates
---- and copies; a rate that is nil is measured
+--- updates and copies; a rate that is nil is measured
 ---@field steps_per_print? integer number of steps between printed lines; nil to print no lines
 ---@field wall_clock_breakdown boolean
 ---@field memory_breakdown boolean
@@ -98,8 +97,7 @@ local config = {}
 ---@field stage integer
 ---@field reshard_after_forward "auto"|"always"|"never"
 ---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: whether the
---- configuration
---- itself sets device to "none", which is also the default
+--- configuration itself sets device to "none", which is also the default
 ---@field offload_param {device: "none"|"cpu"|"nvme"}
 
 ---@class ps.config.MemTracer
@@ -122,13 +120,11 @@ local config = {}
 ---@class ps.config.Options
 ---@field asked? table<string, any[]> values that were set in other places, by path; each has its place, for errors
 ---@field later? boolean whether to accept keys that only a later version honours. They are otherwise an error. Tools
---- that
---- plan set this option
+--- that plan set this option
 ---@field world_size? integer number of processes (default: the processes of one model replica)
 ---@field device? string|fun(): string the device that replaces "auto"; a function is called only if it is needed
 ---@field available? ps.config.Available|fun(device: string): ps.config.Available numbers of available bytes. Ratios,
---- and
---- shares such as "80%", are fractions of these numbers. A function is called with the configuration's device
+--- and shares such as "80%", are fractions of these numbers. A function is called with the configuration's device
 ---@field auto? table<string, any> values that replace "auto", by full path ("optimizer.params.lr") or last name ("lr")
 ---@field client? table settings for the section client, which override those of the configuration
 

@@ -356,8 +356,7 @@ end
 ---@field words string
 ---@field check? fun(value: any): string?
 ---@field as? fun(value: any): any for an alias: converts the value for the other key, or returns false if the alias
---- then
---- has no value
+--- then has no value
 ---@field required? boolean
 ---@field acts? string for an honoured key: the file that acts on it
 

@@ -93,8 +93,7 @@ end
 ---@param entries table[] entries in the form of ps.pretrained.save, with PEFT's names without their prefix, sorted by
 --- name
 ---@param options {type?: string, name?: string, base?: string} type: the type of the matrices, "f32" (default), "f16"
---- or
---- "bf16"; name: the value of general.name; base: the fingerprint of the base model
+--- or "bf16"; name: the value of general.name; base: the fingerprint of the base model
 ---@param group? ps.Group
 function gguf.write(path, model, adapters, name, entries, options, group)
   io_gguf.check_whole(path, "save_gguf")

@@ -13,8 +13,7 @@ local schedule = {}
 ---@field count integer number of optimizer steps so far
 ---@field total? integer number of steps after which the rate is constant; nil if the rate never becomes constant
 ---@field follows table<integer, true?> the groups, by number, whose rate a script or another schedule has changed. As
---- in
----  PyTorch, their rates are computed from the rate of the previous step (`follow`) instead of the number of steps
+--- in PyTorch, their rates are computed from the rate of the previous step (`follow`) instead of the number of steps
 ---@field rates number[] the rate that the schedule has last set in each group
 ---@field parts? ps.Schedule[] the chained schedules (only in ChainedScheduler)
 ---@field judge? fun(self: ps.Schedule, value: number) changes the rates after an evaluation (only in ReduceLROnPlateau)

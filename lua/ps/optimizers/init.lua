@@ -9,8 +9,7 @@ local dtypes = require "ps.core.dtype"
 ---@field name string name of the state in PyTorch, if PyTorch has this state; also the name of its kind of chunk
 ---@field dtype "fp32"|"bf16"|"uint8" dtype of the state; for fp64 parameters, "fp32" means fp64
 ---@field shape? fun(shape: integer[]): integer[]? returns the state's shape for a parameter of the given shape, or nil
---- if
---- such a parameter does not have the state; without this field, the state has the parameter's shape
+--- if such a parameter does not have the state; without this field, the state has the parameter's shape
 ---@field most? number with `shape`, the largest size of the state in bytes per element of the parameter
 
 ---@class ps.optimizers.Description
@@ -35,9 +34,8 @@ local dtypes = require "ps.core.dtype"
 --- together
 ---@field attrs fun(into: ffi.cdata*, group: table) writes settings into the op's attributes
 ---@field torch table description of PyTorch's class. `extra`: additional settings of its groups. belongs(group):
---- returns
---- why a saved group belongs to another class, or nil. `counts`: false if its states have no `step`. write(group, out)
---- and read(saved): convert settings whose names differ
+--- returns why a saved group belongs to another class, or nil. `counts`: false if its states have no `step`.
+--- write(group, out) and read(saved): convert settings whose names differ
 ---@field aliases? string[] names in DeepSpeed's JSON and Hugging Face's Trainer, matched without regard to case
 ---@field exact_aliases? string[] more of these names, which are matched only in the given case
 ---@field whole? boolean whether an update needs the whole parameter instead of a tensor-parallel rank's part

@@ -29,8 +29,7 @@ Table.__index = Table
 
 ---@class ps.pipe.Action
 ---@field kind string "F", "B", "I" or "W". Lowered tables also have "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE"
---- and
----  "YIELD"
+--- and "YIELD"
 ---@field vstage integer
 ---@field micro integer
 
@@ -179,8 +178,7 @@ end
 
 --- Simulates a step. The times of the actions are computed from costs.
 ---@param costs? ps.pipe.Cost|ps.pipe.Cost[] one cost for all virtual stages, or a list with a cost for each (default:
---- F,
----  I and W each take 1)
+--- F, I and W each take 1)
 ---@param link? ps.pipe.Link (default: transfers take no time)
 ---@return ps.pipe.Course
 function Table:simulate(costs, link)

@@ -35,8 +35,7 @@ region.Region = Region
 ---@param sequence? boolean whether the ranks share the rows between layers, if t divides the number of rows
 ---@param keep? boolean whether gathered rows are kept for backward; otherwise backward gathers them again
 ---@param pieces? integer number of pieces in which rows are exchanged (default 1); with 2 to 8, they are exchanged
---- while
---- column and row layers compute
+--- while column and row layers compute
 ---@return ps.nn.Region
 function Region.new(group, sequence, keep, pieces)
   if type(group) ~= "table" or not group.copy_to then
