@@ -5,7 +5,7 @@
 -- file is never read as a whole. The whole state is checked before the first value is written.
 --
 -- The optimizer `opt` has the fields kind, steps, groups and group_of. Each group has its optimizer's name, kind.
--- group_of has each parameter's group, counted from 0. It also has these fields and methods:
+-- group_of has each parameter's group, counted from 0. The optimizer also has these fields and methods:
 --   states      for each group, from 1: its parameters' states in addition to their fp32 values (ps.optimizers.State)
 --   count()     the number of parameters, which are in the order of registration
 --   slot(i)     {name, param, states, averages or nil, master or nil} of parameter i, from 1. averages has a tensor for

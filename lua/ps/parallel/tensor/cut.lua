@@ -30,7 +30,7 @@
 --               have the number of dimensions of the input. With flat = true, they are [rows, C]
 --   inside      with sequence parallelism, each rank has only its own rows in this module
 --   leave       with sequence parallelism, each rank has only its own rows in this module, and all rows after it
---   partial     parameters that each rank uses with different values; their gradients are summed over the ranks
+--   partial     parameters that each rank applies to different values; their gradients are summed over the ranks
 --   whole       a module that is not split, even if the table of an inner module says that it is
 --
 -- The rest of the model is the same on every rank. The tables of outer modules override those of inner modules. The

@@ -339,8 +339,8 @@ local function check_targets(targets, counts, total, call)
   error(problem, 0)
 end
 
--- Returns a bool [N] that marks the targets which are not ignored. Raises an error if one of them is outside [0,
--- total).
+-- Returns a bool [N] that marks the targets which are not ignored. Raises an error if a marked target is outside
+-- [0, total).
 local function counted(targets, ignore, total, call)
   local counts = targets:ne(ignore)
   check_targets(targets, counts, total, call)
