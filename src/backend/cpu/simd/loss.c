@@ -124,7 +124,7 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t
             w->before = part > m ? part : m;
         }
         if (top > m) {
-            w->sum *= exp((double)m - top);
+            if (w->sum > 0) w->sum *= exp((double)m - top);
             m = top;
         }
         float base = m == -INFINITY ? 0.0f : m;              /* all elements so far are -infinity, so every base
@@ -373,7 +373,8 @@ static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_in
     }
     return count;
 }
-/* A target of -1 means that the row is ignored. Such a row is not a hit. */
+/* Computes the log-sum-exp of a row, and whether `target` is a hit. A target of -1 is never a hit, and saves the
+ * search for the elements before it. */
 SIMD void lse_row(const void *x, int64_t V, int64_t target, double *lse, bool *hit, int dtype)
 {
     struct row w;
@@ -401,7 +402,7 @@ static int cross_entropy(ps_call *call)
         int64_t t = ps_index_at(target, r);
         double l;
         bool hit;
-        PS_BY_VEC(x->dtype, lse_row, row, V, t == a->ignore_index ? -1 : t, &l, &hit);
+        PS_BY_VEC(x->dtype, lse_row, row, V, t == a->ignore_index || !a->want_hits ? -1 : t, &l, &hit);
         hits += hit;
         if (ps_has(lse)) ((float *)lse->data)[r] = (float)l;
         each[r] = t == a->ignore_index ? 0.0 : l - ps_get_one(row, t, x->dtype);
