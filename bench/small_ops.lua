@@ -5,8 +5,8 @@
 -- The two programs run alternately, each in its own process (bench/peers/small_ops_torch.py). A figure is the processor
 -- time of a call, the best of the rounds. Each op has three sizes. bench/small_ops_lib.lua has the calls. A row of
 -- docs/pytorch.md must have a call or a reason there, otherwise the benchmark raises an error.
--- psluajit's calls run in scopes, as in a training step. A scope ends after 65,536 elements, and its time is part of the
--- figure. PyTorch frees each result at once.
+-- psluajit's calls run in scopes, as in a training step. A scope ends after 65,536 elements or 256 calls, and its time
+-- is part of the figure. PyTorch frees each result at once.
 local cjson = require "cjson"
 local argparse = require "argparse"
 local paths = require "ps.paths"
@@ -71,7 +71,7 @@ end
 -- Returns the processor time of a call in seconds. It is the best of several runs of about 1 ms each. Each call has a
 -- loop of its own, as in a script, because LuaJIT compiles a loop for the first function that the loop calls.
 local function seconds_of(call, ps, elements)
-  local per_scope = SIZES[#SIZES] / elements
+  local per_scope = math.min(256, SIZES[#SIZES] / elements)
   local calls = loadstring "local call, n = ... return function() for _ = 1, n do call() end end" (call, per_scope)
   local loop = loadstring "local scope, calls, n = ... for _ = 1, n do scope(calls) end"
   local function run(n)

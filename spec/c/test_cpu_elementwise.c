@@ -271,6 +271,7 @@ static void test_unary(void)
         check_elementwise(PS_OP_isfinite, no_attrs, 1, T, PS_BOOL, 9, 1, 0);
         check_elementwise(PS_OP_logical_not, no_attrs, 1, T, PS_BOOL, 9, 1, 0);
     }
+    check_elementwise(PS_OP_isfinite, no_attrs, 1, PS_F64, PS_BOOL, 9, 1, 0);
 }
 
 static void test_binary(void)
@@ -361,10 +362,11 @@ static void test_inplace(void)
                 check_op(PS_OP_fill_, &(ps_attrs_fill_){ value }, 1, &x, 0, NULL, 0, NULL, 0);
                 if (l == FLAT && T != PS_BOOL)
                     check_op(PS_OP_arange_, &(ps_attrs_arange_){ 3, 2 }, 1, &x, 0, NULL, 0, NULL, 0);
-                if (l == FLAT && T <= PS_F16) {
-                    check_op(PS_OP_scale_, &(ps_attrs_scale_){ 1.3 }, 1, &x, 0, NULL, 0, NULL, 1e-6);
+                if (l == FLAT && T <= PS_F64)
                     check_op(PS_OP_uniform_, &(ps_attrs_uniform_){ -0.3, 0.7, 12345678901234, 0xfffffff0 }, 1, &x, 0,
                              NULL, 0, NULL, 0);
+                if (l == FLAT && T <= PS_F16) {
+                    check_op(PS_OP_scale_, &(ps_attrs_scale_){ 1.3 }, 1, &x, 0, NULL, 0, NULL, 1e-6);
                     check_op(PS_OP_normal_, &(ps_attrs_normal_){ 0.5, 2, 99, 7 }, 1, &x, 0, NULL, 0, NULL, 3e-6);
                 }
                 if (l == FLAT && T >= PS_I32 && T <= PS_U8)
@@ -379,6 +381,18 @@ static void test_inplace(void)
             }
 }
 
+/* The sizes have few and many entries of a sort, and several elements that agree in the upper bits of their keys. */
+static void test_randperm(void)
+{
+    static const int64_t sizes[] = { 1, 10, 300, 4095, 4096, 70001 };
+    label = "randperm";
+    for (size_t i = 0; i < COUNT(sizes); i++) {
+        tensor x = tensor_new(PS_I64, FLAT, 1, sizes + i);
+        check_op(PS_OP_randperm_, &(ps_attrs_randperm_){ 7, 0xfffffff0 }, 1, &x, 0, NULL, 0, NULL, 0);
+        free(x.buffer);
+    }
+}
+
 /* Returns the shape of x without the dimensions in the bit set. */
 static int kept(const ps_view *x, uint32_t bits, int64_t *out)
 {
@@ -391,15 +405,18 @@ static int kept(const ps_view *x, uint32_t bits, int64_t *out)
 static void check_reduce(tensor *x, uint32_t bits)
 {
     int64_t out[PS_MAX_DIMS];
-    int T = x->v.dtype, ndim = kept(&x->v, bits, out), wide = PS_F32, to_i64 = PS_I64;
-    double tolerance = 3e-6;
+    int T = x->v.dtype, ndim = kept(&x->v, bits, out), wide = T == PS_F64 ? PS_F64 : PS_F32, to_i64 = PS_I64;
+    double tolerance = T == PS_F64 ? 1e-15 : 3e-6;
     if (!ps_dtype_is_float(T)) {
         check_op(PS_OP_sum, &(ps_attrs_sum){ bits, 0, 0 }, 1, x, 1, &to_i64, ndim, out, 0);
+        check_op(PS_OP_amax, &(ps_attrs_amax){ bits, 0 }, 1, x, 1, &T, ndim, out, 0);
+        check_op(PS_OP_amin, &(ps_attrs_amin){ bits, 0 }, 1, x, 1, &T, ndim, out, 0);
         return;
     }
     check_op(PS_OP_sum, &(ps_attrs_sum){ bits, 0, 0 }, 1, x, 1, &T, ndim, out, tolerance);
     check_op(PS_OP_sum, &(ps_attrs_sum){ bits, 0, 1 }, 1, x, 1, &wide, ndim, out, tolerance);
     check_op(PS_OP_mean, &(ps_attrs_mean){ bits, 0 }, 1, x, 1, &T, ndim, out, tolerance);
+    if (T == PS_F64) return;
     check_op(PS_OP_amax, &(ps_attrs_amax){ bits, 0 }, 1, x, 1, &T, ndim, out, 0);
     check_op(PS_OP_amin, &(ps_attrs_amin){ bits, 0 }, 1, x, 1, &T, ndim, out, 0);
 }
@@ -429,14 +446,14 @@ static void test_reduce(void)
 {
     static const shape sizes[] = { { 1, { 37 } }, { 1, { 17001 } }, { 2, { 1, 700 } }, { 2, { 301, 67 } },
                                    { 3, { 3, 150, 19 } }, { 3, { 7, 1, 80 } }, { 4, { 2, 5, 3, 16 } } };
-    static const int types[] = { PS_F32, PS_BF16, PS_F16, PS_I32, PS_I64, PS_U8, PS_BOOL };
+    static const int types[] = { PS_F32, PS_BF16, PS_F16, PS_I32, PS_I64, PS_U8, PS_BOOL, PS_F64 };
     label = "reduce";
     grain = 10;
     for (size_t t = 0; t < COUNT(types); t++)
         for (size_t s = 0; s < COUNT(sizes); s++)
             for (int l = 0; l < (s == 1 || s == 3 ? (t < 2 ? PADDED : 1) : LAYOUTS); l++)      /* fewer types for
                                                                                                 * large shapes */
-                for (int specials = 0; specials <= (l == FLAT && types[t] <= PS_F16); specials++) {
+                for (int specials = 0; specials <= (l == FLAT && ps_dtype_is_float(types[t])); specials++) {
                     tensor x = tensor_new(types[t], (enum layout)l, sizes[s].ndim, sizes[s].size);
                     randomize(&x, 3, 0);
                     if (specials) put(&x.v, 11, NAN), put(&x.v, 20, INFINITY), put(&x.v, 30, -INFINITY);
@@ -475,6 +492,7 @@ int main(void)
     test_broadcast();
     test_copies();
     test_inplace();
+    test_randperm();
     test_reduce();
     test_concat();
     ref->close(ref);

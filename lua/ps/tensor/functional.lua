@@ -291,6 +291,7 @@ end
 
 local BAG = { mode = "string", padding_idx = "whole", per_sample_weights = "tensor", include_last_offset = "boolean" }
 local MODES = { mean = true, sum = true, max = true }
+local BAG_DIM = 2                                             -- the bit of dimension 1
 
 -- Returns the index of the bag to which each element of `index` belongs, and the number of bags.
 local function bags_of(index, offsets, last, call)
@@ -332,6 +333,10 @@ function F.embedding_bag(index, w, offsets, options)
       error(("%s takes indices [B, L] without offsets, or indices [N] with offsets [B]"):format(call))
     end
     n = index:size(0)
+    if not factors and not options.padding_idx and mode ~= "max" and index:size(1) > 0 then     -- fewer ops
+      local rows = ops.embedding(w, index)                                                    -- [B, L, C]
+      return mode == "sum" and ops.sum(rows, BAG_DIM, 0, 0) or ops.mean(rows, BAG_DIM, 0)
+    end
     bag = tensor.arange(0, n, 1, { dtype = "int64", device = index:device() }):unsqueeze(1):expand(index:shape())
       :reshape(-1)
   else

@@ -220,8 +220,8 @@ local function close_elements(a, b, rtol, atol, equal_nan)
   local same = a:eq(b)
   if equal_nan then same = same:logical_or(a:isnan():logical_and(b:isnan())) end
   local x, y = a:to("fp64"), b:to("fp64")
-  local near = (x - y):abs():le(y:abs() * rtol + atol)
-  return same:logical_or(near:logical_and(y:isfinite()):logical_and(x:isfinite()))
+  local distance = (x - y):abs()
+  return same:logical_or(distance:le(y:abs() * rtol + atol):logical_and(distance:isfinite()))
 end
 
 -- Returns whether |a - b| <= atol + rtol |b| holds for each element. Infinities of the same sign are close.

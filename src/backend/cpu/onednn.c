@@ -662,13 +662,15 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
 }
 
 /* -- few rows ------------------------------------------------------------------------------------------------------ */
-/* Returns true if the product has few rows and a large matrix. Such a product spends most of its time on reading the
- * matrix, and oneDNN reaches only half of the memory bandwidth for it. */
+/* Returns true if the product has few rows and a large matrix, or only one element. A product with few rows spends most
+ * of its time on reading the matrix, and oneDNN reaches only half of the memory bandwidth for it. A product with one
+ * element is too small for oneDNN. */
 static bool has_few_rows(const ps_gemm *g)
 {
     int64_t line = g->b.stride_col == 1 ? g->b.cols : g->b.rows;
     bool in_lines = g->b.stride_col == 1 || g->b.stride_row == 1;
-    return g->a.rows <= PS_FEW_ROWS && in_lines && line >= 64 && g->b.rows * g->b.cols >= 1 << 16;
+    bool is_dot = g->a.rows == 1 && g->b.cols == 1 && g->b.stride_row == 1;
+    return is_dot || (g->a.rows <= PS_FEW_ROWS && in_lines && line >= 64 && g->b.rows * g->b.cols >= 1 << 16);
 }
 
 /* Describes a product with one column, such as the product of a matrix and a vector, as a product with one row: dst^T =
@@ -695,11 +697,13 @@ static int run_few_rows(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
     int64_t parts = g->b.stride_col == 1 ? (K + PS_FEW_DEPTH - 1) / PS_FEW_DEPTH : 0;
-    int64_t nx = (M * K + 15) / 16 * 16, nc = (M * N + 15) / 16 * 16;
+    bool is_dense = M == 1 && g->a.dtype == PS_F32 && g->a.stride_col == 1;          /* x needs no copy */
+    int64_t nx = is_dense ? 0 : (M * K + 15) / 16 * 16, nc = (M * N + 15) / 16 * 16;
     PS_TRY(grow(space, &space->panels, &space->panels_nbytes, (size_t)(nx + nc + parts * M * N) * 4));
     if (space->call->dry) return 0;
     float *x = space->panels, *c = x + nx, *part = c + nc;
-    for (int64_t i = 0; i < M; i++) {
+    if (is_dense) x = g->a.data;
+    for (int64_t i = 0; !is_dense && i < M; i++) {
         const ps_mat *a = &g->a;
         if (a->stride_col == 1) ps_cpu_row_load(x + i * K, moved(a, i * a->stride_row), K, a->dtype);
         else for (int64_t k = 0; k < K; k++)

@@ -325,6 +325,7 @@ SCALAR(floor_f64, double, double, double, 1, floor(x))
 SCALAR(ceil_f64, double, double, double, 1, ceil(x))
 SCALAR(round_f64, double, double, double, 1, nearbyint(x))
 SCALAR(abs_f64, double, double, double, 1, fabs(x))
+SCALAR(isfinite_f64, double, double, uint8_t, 1, fabs(x) < (double)INFINITY)
 SCALAR(div_f64, double, double, double, 2, x / y)
 SCALAR(max_i32, int32_t, int32_t, int32_t, 2, x > y ? x : y)
 SCALAR(min_i32, int32_t, int32_t, int32_t, 2, x < y ? x : y)
@@ -373,7 +374,7 @@ static const row rows[PS_OP_COUNT] = {
     [PS_OP_logical_and] = { p_and, and_f64, and_i32, and_i64, and_u8 },
     [PS_OP_logical_or] = { p_or, or_f64, or_i32, or_i64, or_u8 },
     [PS_OP_logical_not] = { p_not, not_f64, not_i32, not_i64, not_u8 },
-    [PS_OP_isfinite] = { .lanes = p_isfinite },
+    [PS_OP_isfinite] = { .lanes = p_isfinite, .f64 = isfinite_f64 },
 };
 
 /* -- kernels ------------------------------------------------------------------------------------------------------- */

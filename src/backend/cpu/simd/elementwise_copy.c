@@ -235,7 +235,7 @@ static int uniform_(ps_call *call)
     const ps_attrs_uniform_ *a = call->attrs;
     const ps_view *x = &call->in[0];
     int dtype = x->dtype;
-    if (!is_lane_type(dtype)) return PS_EUNSUP;
+    if (!is_lane_type(dtype) && dtype != PS_F64) return PS_EUNSUP;
     double low = a->low, high = a->high, range = high - low;
     uint64_t seed = a->seed, offset = a->offset;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
@@ -244,6 +244,11 @@ static int uniform_(ps_call *call)
         float u[VL], f[VL];
         uint16_t rounded[VL];
         vf_store(u, vu_unit(vu_philox_run(seed, offset + (uint64_t)i, 0).v[0]));
+        for (int j = 0; dtype == PS_F64 && j < n; j++) {
+            double d = low + range * (double)u[j];
+            ((double *)x->data)[i + j] = d >= high ? low : d;
+        }
+        if (dtype == PS_F64) continue;
         for (int j = 0; j < VL; j++) f[j] = (float)(low + range * (double)u[j]);
         vf v = vf_load(f);
         if (dtype != PS_F32) {
@@ -309,45 +314,67 @@ SIMD void fine(double *u, uint64_t seed, uint64_t offset, int64_t i, int64_t n)
     for (int j = 0; j < VL; j++) u[j] = (double)upper[j] + (double)lower[j] * 0x1p-24;
 }
 
-struct keyed { double key; int64_t place; };
-static void sort_few(struct keyed *all, int64_t n)
+/* -- a random order ------------------------------------------------------------------------------------------------ */
+/* Elements are sorted by 48 random bits. An entry of the sort has the upper 24 random bits of its element in bits 40 to
+ * 63, and the element's index in bits 0 to 39. Few entries agree in the upper random bits. Only these entries need the
+ * lower 24 random bits. */
+enum { KEY_BITS = 24, PLACE_BITS = 40, DIGIT_BITS = 12, FEW_DIGIT_BITS = 8, FEW_ENTRIES = 4096 };
+
+/* Sorts n entries by one digit, which consists of `bits` bits and begins at bit `shift`. Entries with equal digits keep
+ * their order. */
+static void sort_digit(uint64_t *to, const uint64_t *from, int64_t n, int shift, int bits)
 {
-    for (int64_t i = 1; i < n; i++) {
-        struct keyed one = all[i];
+    int64_t start[1 << DIGIT_BITS] = { 0 }, sum = 0;
+    uint64_t mask = (1ull << bits) - 1;
+    for (int64_t i = 0; i < n; i++) start[from[i] >> shift & mask]++;
+    for (uint64_t d = 0; d <= mask; d++) {
+        int64_t count = start[d];
+        start[d] = sum, sum += count;
+    }
+    for (int64_t i = 0; i < n; i++) to[start[from[i] >> shift & mask]++] = from[i];
+}
+
+/* Sorts n entries that agree in the upper bits by their lower bits. */
+static void sort_equal(uint64_t *entries, int64_t n, uint64_t seed, uint64_t offset)
+{
+    const uint64_t places = (1ull << PLACE_BITS) - 1;
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t place = entries[i] & places;
+        uint64_t one = (uint64_t)(ps_philox4x32(seed, offset + place, 0).v[0] >> 8) << PLACE_BITS | place;
         int64_t k = i;
-        for (; k > 0 && all[k - 1].key > one.key; k--) all[k] = all[k - 1];
-        all[k] = one;
+        for (; k > 0 && entries[k - 1] > one; k--) entries[k] = entries[k - 1];
+        entries[k] = one;
     }
 }
 
-/* The keys are uniform in [0, 1). They are put into about n buckets of equal width, so each bucket has few keys. */
 static int randperm_(ps_call *call)
 {
     const ps_attrs_randperm_ *a = call->attrs;
     const ps_view *x = &call->in[0];
-    int64_t n = x->numel, buckets = 1;
-    while (buckets < n && buckets < 1 << 20) buckets *= 2;
-    struct keyed *sorted = call->scratch(call, (size_t)(n + 1) * sizeof *sorted);
-    double *keys = call->scratch(call, (size_t)(n + VL) * sizeof *keys);
-    int64_t *start = call->scratch(call, (size_t)(buckets + 1) * sizeof *start);
-    if (!sorted || !keys || !start) return PS_ENOMEM;
+    int64_t n = x->numel;
+    if (n >= 1ll << PLACE_BITS) return PS_EUNSUP;
+    uint64_t *from = call->scratch(call, (size_t)(n + VL) * sizeof *from);
+    uint64_t *to = call->scratch(call, (size_t)(n + 1) * sizeof *to);
+    if (!from || !to) return PS_ENOMEM;
     if (call->dry) return PS_OK;
 #pragma omp parallel for schedule(static) if (n >= PS_PAR_MIN)
     for (int64_t i = 0; i < n; i += VL) {
-        double u[VL];
-        fine(u, a->seed, a->offset, i, n);
-        memcpy(keys + i, u, sizeof u);
+        uint32_t upper[VL];
+        vu drawn = vu_philox_run(a->seed, a->offset + (uint64_t)i, 0).v[0] >> 8;
+        memcpy(upper, &drawn, sizeof upper);
+        for (int j = 0; j < VL; j++) from[i + j] = (uint64_t)upper[j] << PLACE_BITS | (uint64_t)(i + j);
     }
-    memset(start, 0, (size_t)(buckets + 1) * sizeof *start);
-    for (int64_t i = 0; i < n; i++) start[(int64_t)(keys[i] * (double)buckets) + 1]++;
-    for (int64_t b = 0; b < buckets; b++) start[b + 1] += start[b];
-    for (int64_t i = 0; i < n; i++)
-        sorted[start[(int64_t)(keys[i] * (double)buckets)]++] = (struct keyed){ keys[i], i };
-    for (int64_t b = 0; b < buckets; b++) {                  /* start[b] is now the end of bucket b */
-        int64_t first = b == 0 ? 0 : start[b - 1];
-        sort_few(sorted + first, start[b] - first);
+    int bits = n < FEW_ENTRIES ? FEW_DIGIT_BITS : DIGIT_BITS;
+    for (int digit = 0; digit < KEY_BITS; digit += bits) {
+        sort_digit(to, from, n, PLACE_BITS + digit, bits);
+        uint64_t *swap = from;
+        from = to, to = swap;
     }
-    for (int64_t i = 0; i < n; i++) ((int64_t *)x->data)[i] = sorted[i].place;
+    for (int64_t i = 0, end; i < n; i = end) {
+        for (end = i + 1; end < n && from[end] >> PLACE_BITS == from[i] >> PLACE_BITS;) end++;
+        if (end > i + 1) sort_equal(from + i, end - i, a->seed, a->offset + (uint64_t)n);
+    }
+    for (int64_t i = 0; i < n; i++) ((int64_t *)x->data)[i] = (int64_t)(from[i] & ((1ull << PLACE_BITS) - 1));
     return PS_OK;
 }
 

@@ -210,9 +210,29 @@ SIMD float dot(const float *x, const char *b, int64_t K, int T)
     return vf_hsum(s);
 }
 
+/* Computes the only element of a product [1, K] times [K, 1]. */
+SIMD float only_dot(const float *x, const char *b, int64_t K, int T)
+{
+    enum { SUMS_OF_DOT = 8 };                        /* as many additions can be in progress at a time */
+    vf s[SUMS_OF_DOT];
+    int64_t k = 0, size = T == 0 ? 4 : 2;
+    for (int i = 0; i < SUMS_OF_DOT; i++) s[i] = vf_zero();
+    for (; k + SUMS_OF_DOT * VL <= K; k += SUMS_OF_DOT * VL)
+#pragma GCC unroll 8
+        for (int i = 0; i < SUMS_OF_DOT; i++)
+            s[i] = vf_fma(vf_load(x + k + i * VL), vf_get(b, k + i * VL, T), s[i]);
+    for (int w = SUMS_OF_DOT / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) s[i] += s[i + w];
+    return vf_hsum(s[0]) + dot(x + k, b + k * size, K - k, T);
+}
+
 SIMD void piece_of_columns(const ps_gemm *g, const float *x, float *c, int64_t n0, int64_t most, int T)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols, ld = g->b.stride_col * (T == 0 ? 4 : 2);
+    if (M == 1 && N == 1) {
+        c[0] = only_dot(x, g->b.data, K, T);
+        return;
+    }
     int64_t count = least(most, N - n0), apart = quarter(count);
     for (int64_t t = 0; t < apart; t++) {
         const char *b = (const char *)g->b.data + (n0 + t) * ld;

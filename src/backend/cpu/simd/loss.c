@@ -59,6 +59,12 @@ static float block_max_half(const void *x, int64_t first, int64_t n, int dtype)
 }
 SIMD float block_max(const void *x, int64_t first, int64_t n, int dtype)
 {
+#if defined(__AVX512F__)
+    if (dtype == PS_F32 && n <= PAIR) {
+        vp u = vp_row_get(x, first, first + n, 0, -INFINITY, PS_F32);
+        return _mm512_reduce_max_ps(_mm512_max_ps((__m512)u.a, (__m512)u.b));
+    }
+#endif
     return dtype == PS_F32 ? block_max_f32(x, first, n) : block_max_half(x, first, n, dtype);
 }
 

@@ -118,6 +118,15 @@ static __attribute__((noinline, unused)) void vp_tail_put(void *p, int64_t i, in
 SIMD vp vp_row_get(const void *p, int64_t i, int64_t n, int j, float pad, int dtype)
 {
     if (i + PAIR <= n) return vp_get(p, i, j, dtype);
+#if defined(__AVX512F__)
+    if (dtype == PS_F32) {
+        const float *x = (const float *)p + i;
+        uint32_t inside = (1u << (n - i)) - 1;
+        __m512 rest = _mm512_set1_ps(pad);
+        return (vp){ (vf)_mm512_mask_loadu_ps(rest, (__mmask16)inside, x),
+                     (vf)_mm512_mask_loadu_ps(rest, (__mmask16)(inside >> 16), x + 16) };
+    }
+#endif
     vp v;
     vp_tail_get(&v, p, i, j, dtype, n - i, pad);
     return v;
@@ -129,6 +138,14 @@ SIMD void vp_row_put(void *p, int64_t i, int64_t n, const vp *v, int dtype)
         EACH_PART(j) vp_put(p, i, j, dtype, v[j]);
         return;
     }
+#if defined(__AVX512F__)
+    if (dtype == PS_F32) {
+        uint32_t inside = (1u << (n - i)) - 1;
+        _mm512_mask_storeu_ps((float *)p + i, (__mmask16)inside, (__m512)v[0].a);
+        _mm512_mask_storeu_ps((float *)p + i + 16, (__mmask16)(inside >> 16), (__m512)v[0].b);
+        return;
+    }
+#endif
     vp tail[PARTS];
     EACH_PART(j) tail[j] = v[j];
     vp_tail_put(p, i, dtype, n - i, tail);

@@ -291,6 +291,55 @@ static int reduce(ps_call *call, uint32_t bits, reducer op, bool mean, bool accu
     return PS_OK;
 }
 
+/* -- fp64: compensated sums (two-sum of Knuth) in 16 lanes, in blocks of ROW_BLOCK elements ----------------------- */
+enum { DOUBLES = 16 };
+/* Adds x to *sum, and the rounding error of this addition to *error. */
+static inline void add_double(double *sum, double *error, double x)
+{
+    double t = *sum + x, z = t - *sum;
+    *error += (*sum - (t - z)) + (x - z);
+    *sum = t;
+}
+
+static double double_row(const double *x, int64_t n)
+{
+    double s[DOUBLES] = { 0 }, e[DOUBLES] = { 0 };
+    int64_t i = 0;
+    for (; i + DOUBLES <= n; i += DOUBLES)
+        for (int j = 0; j < DOUBLES; j++) add_double(s + j, e + j, x[i + j]);
+    for (int j = 0; i < n; i++, j++) add_double(s + j, e + j, x[i]);
+    for (int w = DOUBLES / 2; w > 0; w /= 2)
+        for (int j = 0; j < w; j++) {
+            add_double(s + j, e + j, s[j + w]);
+            e[j] += e[j + w];
+        }
+    return fabs(s[0]) < (double)INFINITY ? s[0] + e[0] : s[0];       /* the error of an infinite sum is NaN */
+}
+
+static int double_sum(ps_call *call, uint32_t bits, bool mean, bool accumulate)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (y->dtype != PS_F64 || !view_flat(y) || x->numel == 0) return PS_EUNSUP;
+    plan p;
+    PS_TRY(plan_make(call, x, bits, true, &p));
+    int64_t blocks = ceil_div(p.n, ROW_BLOCK), items = p.rows * blocks;
+    double *part = scratch(call, items * 8), *out = y->data;
+    if (!part) return PS_ENOMEM;
+    if (call->dry) return PS_OK;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t item = 0; item < items; item++) {
+        int64_t first = item % blocks * ROW_BLOCK, n = p.n - first < ROW_BLOCK ? p.n - first : ROW_BLOCK;
+        part[item] = double_row((const double *)plan_row(&p, item / blocks) + first, n);
+    }
+    for (int64_t r = 0; r < p.rows; r++) {
+        double total = blocks == 1 ? part[r] : double_row(part + r * blocks, blocks);
+        if (mean) total /= (double)p.n;
+        if (accumulate) total += out[r];
+        out[r] = total == total ? total : (double)NAN;
+    }
+    return PS_OK;
+}
+
 /* -- integers: sums wrap, so their order does not matter ----------------------------------------------------------- */
 SIMD int64_t int_row(const void *x, int64_t n, int dtype)
 {
@@ -346,16 +395,62 @@ static int bool_extreme(ps_call *call, uint32_t bits, bool all)
     return PS_OK;
 }
 
+/* Defines a function that returns the largest or the smallest of n > 0 integers. */
+#define INT_MOST(name, type, compare) \
+    static type name(const void *x, int64_t n) \
+    { \
+        const type *p = x; \
+        type most[VL]; \
+        for (int j = 0; j < VL; j++) most[j] = p[0]; \
+        int64_t i = 0; \
+        for (; i + VL <= n; i += VL) \
+            for (int j = 0; j < VL; j++) most[j] = p[i + j] compare most[j] ? p[i + j] : most[j]; \
+        for (; i < n; i++) most[0] = p[i] compare most[0] ? p[i] : most[0]; \
+        for (int j = 1; j < VL; j++) most[0] = most[j] compare most[0] ? most[j] : most[0]; \
+        return most[0]; \
+    }
+INT_MOST(max_row_i64, int64_t, >)
+INT_MOST(min_row_i64, int64_t, <)
+INT_MOST(max_row_i32, int32_t, >)
+INT_MOST(min_row_i32, int32_t, <)
+INT_MOST(max_row_u8, uint8_t, >)
+INT_MOST(min_row_u8, uint8_t, <)
+
+/* Finds the largest integer of each row, or the smallest one. */
+static int int_extreme(ps_call *call, uint32_t bits, bool largest)
+{
+    const ps_view *x = &call->in[0], *y = &call->out[0];
+    if (y->dtype != x->dtype || !view_flat(y) || x->numel == 0) return PS_EUNSUP;
+    plan p;
+    PS_TRY(plan_make(call, x, bits, true, &p));
+    if (call->dry) return PS_OK;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < p.rows; r++) {
+        const void *row = plan_row(&p, r);
+        if (x->dtype == PS_I64) ((int64_t *)y->data)[r] = largest ? max_row_i64(row, p.n) : min_row_i64(row, p.n);
+        else if (x->dtype == PS_I32) ((int32_t *)y->data)[r] = largest ? max_row_i32(row, p.n) : min_row_i32(row, p.n);
+        else ((uint8_t *)y->data)[r] = largest ? max_row_u8(row, p.n) : min_row_u8(row, p.n);
+    }
+    return PS_OK;
+}
+
 static int sum(ps_call *call)
 {
     const ps_attrs_sum *a = call->attrs;
     if (!ps_dtype_is_float(call->in[0].dtype)) return int_sum(call, a->dims, a->accumulate);
+    if (call->in[0].dtype == PS_F64) return double_sum(call, a->dims, false, a->accumulate);
     return reduce(call, a->dims, SUM, false, a->accumulate);
 }
-static int mean(ps_call *call) { return reduce(call, ((const ps_attrs_mean *)call->attrs)->dims, SUM, true, false); }
+static int mean(ps_call *call)
+{
+    uint32_t bits = ((const ps_attrs_mean *)call->attrs)->dims;
+    if (call->in[0].dtype == PS_F64) return double_sum(call, bits, true, false);
+    return reduce(call, bits, SUM, true, false);
+}
 static int extreme(ps_call *call, uint32_t bits, reducer op)
 {
     if (call->in[0].dtype == PS_BOOL) return bool_extreme(call, bits, op == MIN);
+    if (!ps_dtype_is_float(call->in[0].dtype)) return int_extreme(call, bits, op == MAX);
     return reduce(call, bits, op, false, false);
 }
 static int amax(ps_call *call) { return extreme(call, ((const ps_attrs_amax *)call->attrs)->dims, MAX); }
@@ -597,21 +692,37 @@ static wide *sort_wide(wide *a, wide *b, int64_t n)
     return a;
 }
 
+/* Finds the k smallest keys of a row, in ascending order. Equal keys keep their order. */
+static void wide_few(const char *row, int64_t n, int dtype, int k, wide *few)
+{
+    int count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t key = wide_key(row, i, dtype);
+        if (count == k && key >= few[k - 1].key) continue;
+        int at = count < k ? count++ : k - 1;
+        for (; at > 0 && few[at - 1].key > key; at--) few[at] = few[at - 1];
+        few[at] = (wide){ key, i };
+    }
+}
+
 static int topk_wide(ps_call *call, int k)
 {
     const ps_view *x = &call->in[0], *values = &call->out[0], *indices = &call->out[1];
     int64_t size = ps_dtype_bytes(x->dtype);
     plan p;
     PS_TRY(plan_make(call, x, 1u << (x->ndim - 1), true, &p));
-    wide *lists = scratch(call, 2 * p.rows * p.n * (int64_t)sizeof *lists);
+    bool is_few = k <= INSERTED;
+    wide *lists = scratch(call, (is_few ? 1 : 2 * p.rows * p.n) * (int64_t)sizeof *lists);
     if (!lists) return PS_ENOMEM;
     if (call->dry) return PS_OK;
 #pragma omp parallel for schedule(static) if (p.rows * p.n >= PS_PAR_MIN)
     for (int64_t r = 0; r < p.rows; r++) {
-        wide *own = lists + 2 * r * p.n;
+        wide few[INSERTED], *own = is_few ? few : lists + 2 * r * p.n;
+        const wide *sorted_row = few;
         const char *row = plan_row(&p, r);
-        for (int64_t i = 0; i < p.n; i++) own[i] = (wide){ wide_key(row, i, x->dtype), i };
-        const wide *sorted_row = sort_wide(own, own + p.n, p.n);
+        if (is_few) wide_few(row, p.n, x->dtype, k, few);
+        for (int64_t i = 0; !is_few && i < p.n; i++) own[i] = (wide){ wide_key(row, i, x->dtype), i };
+        if (!is_few) sorted_row = sort_wide(own, own + p.n, p.n);
         char *to = (char *)values->data + r * k * size;
         for (int64_t j = 0; j < k; j++) {
             int64_t at = sorted_row[j].place;

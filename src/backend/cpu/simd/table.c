@@ -403,19 +403,30 @@ static int scatter(ps_call *call)
     return run_scatter(&s, x, src->numel, put_columns);
 }
 
-/* Returns the larger number if `largest` is set, otherwise the smaller number. Returns NaN if either number is NaN, as
- * ref does. */
+/* Returns the larger number of each lane if `largest` is set, otherwise the smaller number. Returns NaN if either
+ * number is NaN, as ref does. */
+SIMD vf chosen_lanes(vf a, vf b, bool largest)
+{
+    vf most = largest ? vf_select(a > b, a, b) : vf_select(a > b, b, a);
+    return vf_select((a == a) & (b == b), most, vf_set(NAN));
+}
 static inline float chosen(float a, float b, bool largest)
 {
     if (a != a || b != b) return NAN;
     return largest == (a > b) ? a : b;
 }
-static void join_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last, bool largest)
+SIMD void join_row(float *to, const float *from, int64_t n, bool largest)
+{
+    int64_t c = 0;
+    for (; c + VL <= n; c += VL) vf_store(to + c, chosen_lanes(vf_load(to + c), vf_load(from + c), largest));
+    for (; c < n; c++) to[c] = chosen(to[c], from[c], largest);
+}
+SIMD void join_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last, bool largest)
 {
     for (int64_t j = 0; j < s->a.n; j++) {
         const float *from = (const float *)s->src + (o * s->a.n + j) * s->a.inner;
         float *row = (float *)s->to + place(s, s->wide, o, j, first);
-        for (int64_t c = first; s->a.whole && c < last; c++) row[c - first] = chosen(row[c - first], from[c], largest);
+        if (s->a.whole) join_row(row, from + first, last - first, largest);
         for (int64_t c = first; !s->a.whole && c < last; c++) {
             float *to = (float *)s->to + place(s, s->wide, o, j, c);
             *to = chosen(*to, from[c], largest);
@@ -460,7 +471,11 @@ static int scatter_backward(ps_call *call)
 }
 
 /* -- order --------------------------------------------------------------------------------------------------------- */
-#define REVERSE(type) for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[n - 1 - i]
+#define REVERSE(type) \
+    do { \
+        _Pragma("omp simd") \
+        for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[n - 1 - i]; \
+    } while (0)
 
 /* Copies n pieces in reverse order. Each piece has `size` bytes. */
 static void reverse(char *to, const char *from, int64_t n, int64_t size)
