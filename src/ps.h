@@ -4,10 +4,11 @@
  * contains no preprocessor lines, no inline functions and no structs passed by value. For the same reason the API is
  * one file, although this file is longer than the limit for source files.
  *
- * Conventions. A function whose name ends in `_new`, and a parameter called `out`, give the caller a reference that
- * the caller must release. A function whose name ends in `_get` lends its result. `numel` counts elements and
- * `nbytes` counts bytes. Dimensions, tensors and ids count from 0. Ranges are half-open. A context and its tensors
- * belong to one thread. Any thread may use a loader or a file, but only one thread at a time.
+ * Conventions. The caller must release a reference that it receives from a function whose name ends in `_new`, or
+ * through a parameter called `out`. The caller does not release the result of a function whose name ends in `_get`:
+ * that result is lent. `numel` counts elements and `nbytes` counts bytes. Dimensions, tensors and ids count from 0.
+ * Ranges are half-open. A context and its tensors belong to one thread. Any thread may use a loader or a file, but
+ * only one thread at a time.
  *
  * Errors. A function that can fail returns 0 or another nonnegative number on success, and a negative PS_E* code on
  * failure. A failure also sets a message (ps_error_message) and does not change the outputs. The comment of a
@@ -16,7 +17,7 @@
  *   PS_EINVAL: an argument is NULL, has a wrong size, shape or type, or contradicts another argument.
  *   PS_ENOMEM: there is no memory for records, for a result or for workspace.
  *   PS_ESTATE: the context is closed.
- * A call that runs ops also returns the errors of ps_apply. */
+ * A function that runs ops can also return the errors of ps_apply. */
 #ifndef PS_H
 #define PS_H
 #include <stddef.h>
@@ -31,8 +32,8 @@ extern "C" {
 
 /* @cdef */
 enum { PS_MAX_DIMS = 8, PS_MAX_IN = 64, PS_MAX_OUT = 8, PS_MAX_ATTRS = 256,
-       PS_MAX_PIECES = 8 /* maximum number of pieces into which an op divides rows, to exchange one piece while it
-                          * multiplies another */,
+       PS_MAX_PIECES = 8 /* maximum number of pieces into which an op divides its rows. The op exchanges one piece
+                          * while it multiplies another piece. */,
        PS_MAX_COLUMNS = 3 /* maximum number of matrix products that share one gather of their rows */ };
 enum { PS_F32, PS_BF16, PS_F16, PS_F64, PS_I32, PS_I64, PS_U8, PS_BOOL, PS_DTYPE_COUNT };
 
@@ -43,8 +44,8 @@ typedef struct ps_node ps_node;
 /* A tensor: a strided view of a storage. Scripts may read the fields from dtype_ to stride_. Strides and the offset
  * count elements. */
 typedef struct ps_tensor {
-  int32_t dtype_, ndim, device_, flags;   /* dtype_ and device_ end in `_` because scripts have methods named dtype
-                                           * and device. */
+  int32_t dtype_, ndim, device_, flags;   /* The names dtype_ and device_ end in `_` because scripts call methods
+                                           * named dtype and device. */
   int64_t numel_, offset;
   int64_t shape_[8];
   int64_t stride_[8];
@@ -55,11 +56,11 @@ typedef struct ps_tensor {
   ps_node *node;               /* node of the op that computed the tensor; NULL if backward cannot pass that op */
   struct ps_tensor *grad_;     /* gradient, for leaves only */
   void *managed;               /* for leaves only: an engine's record of this parameter, or NULL */
-  ps_node *hook;               /* for leaves with hooks: the node that sums the leaf's gradients before its hooks run;
-                                * NULL for other tensors */
+  ps_node *hook;               /* for leaves with hooks: the node that sums the leaf's gradients before the leaf's
+                                * hooks run. NULL for other tensors. */
 } ps_tensor;
 /* GRAD_F32: the gradients of this leaf are summed in fp32.
- * SLOT: this tensor is a gradient, and it is stored in the place of its parameter.
+ * SLOT: this tensor is a gradient that is stored in the memory of its parameter.
  * LATER: this tensor is a gradient that will be read when deferred weight gradients are computed. */
 enum { PS_T_REQUIRES_GRAD = 1, PS_T_GRAD_F32 = 2, PS_T_SLOT = 4, PS_T_LATER = 8 };
 
@@ -69,16 +70,17 @@ const char *ps_error_where(void);        /* file:line in the engine's source whe
 const char *ps_error_op(void);           /* name of the op that was running, or NULL */
 const char *ps_error_name(int code);     /* name without prefix, such as "EINVAL" */
 const char *ps_error_sub_name(int sub);  /* name such as "OP_CHUNKS", or NULL for PS_SUB_NONE */
-/* Details of an error as numbers, so that a program need not parse the message. A field is -1 if the error does not
- * have this number. */
+/* Details of an error as numbers, so that a program need not parse the message. A field is -1 if it does not apply to
+ * the error. */
 typedef struct ps_error_detail {
-  int32_t sub;                 /* PS_SUB_*: a finer code within the error's code */
-  int32_t tier;                /* index of the tier without space (ps_engine_tier_get); also -1 for memory outside
-                                * tiers */
+  int32_t sub;                 /* PS_SUB_*: distinguishes errors that have the same code */
+  int32_t tier;                /* index of the tier that has too little space (see ps_engine_tier_get). It is also -1
+                                * if the memory belongs to no tier. */
   int32_t rank, stripe;        /* rank that caused the error, and that rank's stripe of chunks */
-  int32_t other_rank, other_stripe;       /* if two ranks do not match: the other rank, and its stripe */
-  int64_t wanted, left;        /* wanted: bytes needed at the same time. left: bytes free for them, negative if the
-                                * tier's other contents alone exceed the tier. If `wanted` is -1, both are unknown. */
+  int32_t other_rank, other_stripe;       /* if two ranks do not match: the other rank, and that rank's stripe */
+  int64_t wanted, left;        /* wanted: number of bytes that are needed at the same time. left: number of bytes that
+                                * are free for this need; negative if the tier's other contents alone exceed the
+                                * tier's size. If `wanted` is -1, both numbers are unknown. */
   int32_t final;               /* 1 if the error has ended the group of ranks, so that repeating the call cannot
                                 * succeed; otherwise 0 */
 } ps_error_detail;
@@ -86,7 +88,7 @@ typedef struct ps_error_detail {
 const ps_error_detail *ps_error_get_detail(void);
 const char *ps_version(void);
 const char *ps_abi_hash(void);           /* hash of the text of these declarations; the Lua half compares this hash
-                                          * with its own */
+                                          * with the hash of its own declarations */
 
 /* -- context ----------------------------------------------------------------------------------------------------- */
 int ps_ctx_new(ps_ctx **out);           /* Can return PS_ENOMEM. */
@@ -100,21 +102,21 @@ void ps_ctx_free(ps_ctx *ctx);
  * device_total and device_sms determine the workspace of kernels. If both are 0, kernels get the same workspace as on
  * the processor. */
 typedef struct ps_machine { int64_t host_nbytes, device_nbytes, device_total, device_sms; } ps_machine;
-/* Makes all later contexts simulate the devices of `machine` without their memory. Ops then allocate tensors but do
- * not compute. The disk tier has no file. The only values that exist are the values that a script writes. Returns
- * PS_EINVAL if `machine` is NULL or has a negative size. */
+/* Makes all contexts that are made after this call simulate the devices of `machine`. Ops then make tensors but do
+ * not compute. The tensors occupy no real memory, and the disk tier has no file. The only values that exist are the
+ * values that a script writes. Returns PS_EINVAL if `machine` is NULL or has a negative size. */
 int ps_machine_pretend(const ps_machine *machine);
 int ps_machine_pretended(void);          /* returns 1 after ps_machine_pretend, otherwise 0 */
 int ps_device_count(ps_ctx *ctx);
 const char *ps_device_name(ps_ctx *ctx, int device);                 /* "cpu", "ref", "meta" ... */
 /* Returns a text that names the instruction set, the number of threads and the libraries that the device uses. */
 const char *ps_device_describe(ps_ctx *ctx, int device);
-/* Finds a device by name. The first use of the name "cuda" opens that device. Returns PS_EUNSUP if there is no such
- * device or if it cannot be opened. */
+/* Finds a device by name. The first call with the name "cuda" opens the GPU. Returns PS_EUNSUP if there is no such
+ * device, or if the device cannot be opened. */
 int ps_device_find(ps_ctx *ctx, const char *name, int *out);
 /* The abilities of a device.
  *   is_host: the processor can read the device's memory.
- *   has_data: tensors on the device have contents. Tensors on meta have none.
+ *   has_data: tensors on the device have contents. Tensors on the device meta have no contents.
  *   fast_bf16: the device multiplies bf16 values faster than fp32 values.
  *   fuses: on this device one op that combines several ops is faster than the separate ops. */
 typedef struct ps_device_info { uint8_t is_host, has_data, fast_bf16, fuses; } ps_device_info;
@@ -133,18 +135,19 @@ int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);     /* Returns 
 int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes);    /* Returns PS_EINVAL if there is no such device,
                                                                       * or if nbytes is negative. */
 void ps_memory_reset_peak(ps_ctx *ctx, int device);
-/* Lists the largest tensors outside chunks in a device's memory, largest first. `when` selects the time:
+/* Lists the largest tensors in a device's memory, in descending order of size. Tensors in chunks are not listed.
+ * `when` selects the time:
  *   PS_HOLD_NOW: tensors that exist now.
  *   PS_HOLD_PEAK: tensors that existed when the use of memory was at its peak, or within 1/256 of the peak.
- *   PS_HOLD_FAILED: tensors that existed when an allocation last failed. Device -1 then means the device that refused
- *   the allocation.
+ *   PS_HOLD_FAILED: tensors that existed when an allocation last failed. With this value of `when`, device -1 means
+ *   the device that refused the allocation.
  * Returns the number of tensors, which is at most PS_HOLDERS. Sets *used to the number of bytes in use at that time.
  * Returns PS_EINVAL if there is no such device or no such `when`. */
 enum { PS_HOLDERS = 16 };
 enum { PS_HOLD_NOW, PS_HOLD_PEAK, PS_HOLD_FAILED };
 typedef struct ps_holder {
   int64_t nbytes;
-  const char *op;              /* op that made the tensor; NULL if no op made it, as with ps.zeros */
+  const char *op;              /* op that made the tensor; NULL if no op made the tensor, for example in ps.zeros */
   int32_t module;              /* module that was running (ps_module_enter), 0 if none. For an op of backward, this is
                                 * the module of its forward op. */
   int32_t line;                /* line from ps_tensor_note_line, 0 if none */
@@ -156,15 +159,15 @@ int ps_memory_holders(ps_ctx *ctx, int device, int when, ps_holder *out, int64_t
 int64_t ps_memory_available(ps_ctx *ctx, int device);     /* returns the number of bytes that can still be allocated,
                                                            * or -1 if there is no such device */
 /* Returns whether Lua should collect garbage. If a script no longer refers to a tensor, and no scope drops the
- * tensor, only Lua's collector frees its bytes. A collection is due when the tensors outside chunks have grown by a
- * quarter since the last collection. After this function has returned true, it returns false until ps_collected is
- * called. */
+ * tensor, only Lua's collector frees the tensor's bytes. A collection is due when the total size of tensors outside
+ * chunks has grown by a quarter since the last collection. After this function has returned true, it returns false
+ * until ps_collected is called. */
 int ps_collect_due(ps_ctx *ctx);
-/* Returns the bytes of the tensors that were made since the last collection, minus the bytes of the tensors that were
- * freed since then. The result can be negative. */
+/* Returns the total size, in bytes, of the tensors that were made since the last collection, minus the total size of
+ * the tensors that were freed since then. The result can be negative. */
 int64_t ps_collect_waiting(const ps_ctx *ctx);
-/* Must be called after a collection. The next collection is due when tensors have grown by a quarter of the bytes in
- * use, but by at least `least` bytes. */
+/* Must be called after a collection. The next collection is due when the total size of tensors has grown by a quarter
+ * of the bytes that are in use now, and by at least `least` bytes. */
 void ps_collected(ps_ctx *ctx, int64_t least);
 
 /* -- tensors ----------------------------------------------------------------------------------------------------- */
@@ -180,31 +183,32 @@ void ps_tensor_release(ps_tensor *t);
 void ps_tensor_note_line(ps_tensor *t, int32_t line);
 void ps_tensor_drop(ps_tensor *t);       /* frees the tensor's bytes unless other tensors share them, and keeps the
                                           * tensor's header */
-/* Lets the tensor outlive every scope until it is released. Returns PS_ESTALE if the tensor's bytes are gone. */
+/* Keeps the tensor's bytes until the tensor is released, even if all scopes end before. Returns PS_ESTALE if the
+ * tensor's bytes are gone. */
 int ps_tensor_keep(ps_tensor *t);
 int ps_tensor_alive(const ps_tensor *t); /* returns 0 if a scope has dropped the tensor's bytes, otherwise 1 */
-/* Replaces the bytes, device and strides of t by those of `from`, also for everything that refers to t. Frees the old
- * bytes of t. This function gives values to a leaf that was made without data, on the device meta. Returns PS_EINVAL
- * if the types or shapes differ. Returns PS_ESTALE if the bytes of `from` are gone. Returns PS_ESTATE if an op
- * computed t, if t has a gradient, or if the bytes of t are in use. */
+/* Replaces the bytes, device and strides of t by the bytes, device and strides of `from`. Everything that refers to t
+ * sees the new values. Frees the old bytes of t. The function is used to set the values of a leaf that was made
+ * without data, on the device meta. Returns PS_EINVAL if the types or shapes differ. Returns PS_ESTALE if the bytes
+ * of `from` are gone. Returns PS_ESTATE if an op computed t, if t has a gradient, or if the bytes of t are in use. */
 int ps_tensor_set_data(ps_tensor *t, ps_tensor *from);
 int64_t ps_tensor_nbytes(const ps_tensor *t);        /* numel times element size */
 int ps_tensor_is_contiguous(const ps_tensor *t);
 uint32_t ps_tensor_version(const ps_tensor *t);      /* returns a number that increases with every write to the
                                                       * tensor's bytes */
-/* ps_tensor_write and ps_tensor_read (declared below) copy the whole contents, in row-major order, between host
- * memory and a contiguous tensor. They return PS_EINVAL if nbytes is not exactly the tensor's size, and PS_ESTALE if
- * the tensor's bytes are gone. They return PS_EUNSUP if the tensor is not contiguous or is on a device without
- * contents. ps_tensor_read returns PS_EDRY in a dry run. */
+/* ps_tensor_write copies host memory to a contiguous tensor. ps_tensor_read (declared below) copies a contiguous
+ * tensor to host memory. Both functions copy the whole contents in row-major order. They return PS_EINVAL if nbytes
+ * is not exactly the tensor's size, and PS_ESTALE if the tensor's bytes are gone. They return PS_EUNSUP if the tensor
+ * is not contiguous or is on a device without contents. ps_tensor_read returns PS_EDRY in a dry run. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
 /* Reads nbytes bytes of a source into dst, starting at offset `at` of the source. Several threads can call this
  * function at the same time. Returns 0 or an error code. */
 typedef int (*ps_reader)(const void *from, int64_t at, void *dst, int64_t nbytes);
-/* Like ps_tensor_write, but gets the bytes from a reader. All compute threads call the reader. Host memory is filled
- * without an extra copy. Also returns errors of the reader. After an error of the reader, the tensor contains a
- * mixture of old and new contents. */
+/* Like ps_tensor_write, but the function `read` supplies the bytes. All compute threads call this reader. The reader
+ * fills a tensor in host memory without an extra copy. Also returns errors of the reader. After an error of the
+ * reader, the tensor contains a mixture of old and new contents. */
 int ps_tensor_load(ps_tensor *t, ps_reader read, const void *from, int64_t at, int64_t nbytes);
-/* Bytes that a lender lends to a tensor. The tensor may use the bytes like its own, and may write to them. */
+/* Bytes that a lender lends to a tensor. The tensor may use the bytes like bytes of its own, and may write to them. */
 typedef struct ps_loan {
     void *bytes;
     int (*check)(void *lender);          /* called before each use: returns 0 if the bytes are unchanged, otherwise an
@@ -223,15 +227,16 @@ typedef int (*ps_lender)(void *from, int64_t at, int64_t nbytes, ps_loan *out);
  * outside chunks, or if the tensor's elements would not be aligned to their size. Returns PS_ESTATE if the tensor is
  * in use. Also returns errors of the lender. */
 int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64_t nbytes);
-/* A range of a lender's bytes, starting at offset `at`. Each block of a tensor gets `width` bytes of the range. */
+/* A range of a lender's bytes, starting at offset `at`. Each block of a tensor uses `width` bytes of the range. */
 typedef struct ps_lent_range { void *from; int64_t at, width; } ps_lent_range;
 enum { PS_BLOCK_WIDTH = 1 << 16 };
 /* Like ps_tensor_borrow, for a uint8 tensor that consists of blocks. Each block has a first part of ranges[0].width
  * bytes and a second part of ranges[1].width bytes. The first parts of all blocks follow each other in the lender's
- * bytes, starting at offset ranges[0].at. The second parts do so, starting at offset ranges[1].at. Both widths are at
- * most PS_BLOCK_WIDTH. If the tensor moves into a chunk that reads its bytes from a file, both ranges are read. Any
- * other first use copies the bytes to memory. Returns PS_EINVAL if a width is not allowed, or if the blocks do not
- * fill the tensor. Also returns errors of ps_tensor_borrow. */
+ * bytes, starting at offset ranges[0].at. In the same way, the second parts follow each other, starting at offset
+ * ranges[1].at. Both widths are at most PS_BLOCK_WIDTH. If the tensor moves into a chunk that reads the tensor's
+ * bytes from the file, both ranges are read. If the tensor is first used in any other way, its bytes are copied to
+ * memory. Returns PS_EINVAL if a width is not allowed, or if the blocks do not fill the tensor. Also returns errors
+ * of ps_tensor_borrow. */
 int ps_tensor_borrow_blocks(ps_tensor *t, ps_lender lend, const ps_lent_range *ranges);
 int ps_tensor_is_lent(const ps_tensor *t);    /* returns 1 if the tensor's bytes belong to a lender */
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
@@ -258,11 +263,12 @@ int ps_tensor_stats(const ps_tensor *t, ps_stats *out);
 int ps_tensor_address(ps_tensor *t, void **out);
 /* Read or write elements of a host tensor as doubles, for printing and for item(). The tensor may have any strides.
  * `first` is the flat (row-major) position of the first element. Both functions return PS_ERANGE if the tensor has no
- * such positions, PS_ESTALE if its bytes are gone, PS_EUNSUP if the processor cannot read the device's memory, or
- * PS_EDRY if the tensor was made in a dry run. */
+ * such positions, PS_ESTALE if the tensor's bytes are gone, PS_EUNSUP if the processor cannot read the device's
+ * memory, or PS_EDRY if the tensor was made in a dry run. */
 int ps_tensor_read_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst);
 int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double *src);
-/* Returns a copy of t on a device. If t is already there, returns t itself, retained. Returns errors of ps_apply. */
+/* Returns a copy of t on a device. If t is already on that device, returns t itself with an additional reference.
+ * Returns errors of ps_apply. */
 int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out);
 /* Returns the indices of the nonzero elements of a tensor on a host device. The result is int64 [count, ndim].
  * Returns PS_EUNSUP on any other device, PS_EDRY in a dry run, or PS_ESTALE if the tensor's bytes are gone. */
@@ -270,8 +276,8 @@ int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
 
 /* -- ops --------------------------------------------------------------------------------------------------------- */
 /* Runs op `op` (PS_OP_*) on n_in inputs. An absent optional input is NULL. attrs is the op's struct ps_attrs_<op>.
- * `out` has PS_MAX_OUT entries. If an entry is not NULL on entry, the op writes into that tensor. Only ops that
- * declare this support it. Errors:
+ * `out` has PS_MAX_OUT entries. If an entry is not NULL when the function is called, the op writes into that tensor.
+ * An op supports this only if its declaration says so. Errors:
  *   PS_EINVAL: the inputs or attributes do not fit the op. The message contains all shapes and types.
  *   PS_ESTALE: the bytes of an input are gone, or an input was made in a dry run.
  *   PS_ERANGE: an index or a target is out of range.
@@ -283,18 +289,18 @@ int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
  *   PS_ETIME, PS_EIO: errors of ranks (see the functions of groups). */
 int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes,
              ps_tensor **out);
-/* Computes attention for T new positions. The keys and values of the `at` positions before them are in caches. The
- * function appends the T new keys and values to the caches and returns a result of shape [B, T, H D]. Each new
- * position sees itself and all earlier positions. The function runs the ops copy_, rope and attention on views, and
- * has no gradient.
- *   Separate inputs: q is [B, T, H D]; k and v are [B, T, G D]. The three tensors may also have the shapes [B, T, H,
- *   D] and [B, T, G, D]. The caches `keys` and `values` are [B, G, S, D]. cos and sin are the tables of the op rope,
- *   or both are NULL.
- *   Fused input: q is [B, T, (H + 2 G) D] and contains queries, then keys, then values. The cache `keys` is [B, 2 G,
- *   S, D] and contains keys, then values. k, v, values, cos and sin are NULL.
- * The caches have the type of q. If q is not fp64, they may also be bf16 or fp16, or uint8 [B, G, S, D / 32 * 34]
- * whose rows are blocks of Q8_0. mask is bool [B, at + T], or NULL. Returns PS_EINVAL also if a gradient would be
- * needed. Also returns errors of ps_apply. */
+/* Computes attention for T new positions. The caches contain the keys and values of the `at` earlier positions. The
+ * function appends the T new keys and values to the caches and returns a result of shape [B, T, H * D]. Each new
+ * position sees itself and all earlier positions. The function runs the ops copy_, rope and attention on views. It
+ * computes no gradients.
+ *   Separate inputs: q is [B, T, H * D]; k and v are [B, T, G * D]. The three tensors may also have the shapes [B, T,
+ *   H, D] and [B, T, G, D]. The caches `keys` and `values` are [B, G, S, D]. cos and sin are the tables of the op
+ *   rope, or both are NULL.
+ *   Fused input: q is [B, T, (H + 2 * G) * D] and contains queries, then keys, then values. The cache `keys` contains
+ *   keys, then values, and is [B, 2 * G, S, D]. k, v, values, cos and sin are NULL.
+ * The caches have the type of q. If q is not fp64, the caches may also be bf16, fp16 or uint8. A uint8 cache is [B,
+ * G, S, D / 32 * 34], and its rows consist of blocks of Q8_0. mask is bool [B, at + T], or NULL. Returns PS_EINVAL
+ * also if a gradient would be needed. Also returns errors of ps_apply. */
 typedef struct ps_cached_attention {
   int64_t heads, groups, at;   /* number of query heads (H), of key heads (G) and of cached positions */
   int32_t window, pad;         /* window: as in the op attention */
@@ -317,10 +323,10 @@ int ps_op_cost(int op, int n_in, ps_tensor *const *in, const void *attrs, int n_
  * PS_SUB_ANOMALY. The rules are in tensor/anomaly.c. The mode reads the outputs of each op, so training is several
  * times slower. Returns the previous setting and never fails. */
 int ps_detect_anomaly(ps_ctx *ctx, int on);
-/* Sets the place in the script that calls the following ops. `place` is any number that the caller chooses. */
+/* Records the place in the script that calls the ops after this call. `place` is any number that the caller chooses. */
 void ps_anomaly_at(ps_ctx *ctx, int64_t place);
 /* A call with `on` 1 announces that the next op scales the loss, so that gradients can overflow. Infinities in
- * backward are then ignored until a call with `on` 0. That call must follow the step. */
+ * backward are then ignored until a call with `on` 0. The caller makes that call after the step. */
 void ps_anomaly_scaled(ps_ctx *ctx, int on);
 typedef struct ps_anomaly_info {
   int64_t place;               /* place that called the op; for an op of backward, the place that called its forward
@@ -331,29 +337,29 @@ typedef struct ps_anomaly_info {
   int32_t module;              /* module that called the op (ps_module_enter), 0 if none */
 } ps_anomaly_info;
 void ps_anomaly_get(ps_ctx *ctx, ps_anomaly_info *out);     /* describes the last error of anomaly mode */
-/* Returns the device whose kernel runs the op on `device`, or -1 if there is no kernel. */
+/* Returns the device whose kernel runs op `op` for tensors on `device`, or -1 if there is no kernel. */
 int ps_op_kernel_device(ps_ctx *ctx, int device, int op);
 
 /* -- the record of events (docs/profiling.md) -----------------------------------------------------------------------
  * The record is one ring buffer per process. Times are in nanoseconds of the clock of ps_now. The meaning of the
  * fields of ps_record_event depends on the kind of the event:
- *   OP: `name` is the op, `from` its device, `to` the type of its first input. `on` is 1 if the device's own clock
- *   measured the op.
- *   PART: one of the matrix products within an op that runs on several ranks. The fields are as for OP, and `id` is
- *   the number of rows of the product.
+ *   OP: `name` is the op. `from` is the op's device. `to` is the type of the op's first input. `on` is 1 if the
+ *   device's own clock measured the op.
+ *   PART: one of the matrix products within an op that runs on several ranks. The fields are as for OP. In addition,
+ *   `id` is the number of rows of the product.
  *   MODULE: the time in which a module ran.
  *   STEP: `name` is 1 if the step was the first one or had no plan.
- *   ACTION: `name` is PS_ACT_*, `id` the micro-batch, `to` the virtual stage.
+ *   ACTION: `name` is PS_ACT_*. `id` is the micro-batch. `to` is the virtual stage.
  *   COPY: `name` is 0 for a copy to the tier above and 1 for a copy to the tier below. `id` is the chunk. `from` and
  *   `to` are the tiers.
  *   DISK: `name` is 0 for a read and 1 for a write.
  *   COLLECTIVE: `name` is the call, as an index for ps_record_call_name. `id` is the group. `on` is the group's
  *   number of ranks.
  *   WAIT: `name` is PS_WAIT_*. `id` is the chunk, or -1.
- *   CHUNK: `name` is PS_CHUNK_*, `id` the chunk, `of` its kind (PS_KIND_*), `to` the tier that changed. `on` is a bit
- *   set of the tiers on which the chunk has memory.
+ *   CHUNK: `name` is PS_CHUNK_*. `id` is the chunk. `of` is the chunk's kind (PS_KIND_*). `to` is the tier that
+ *   changed. `on` is a bit set of the tiers on which the chunk has memory.
  *   TIER: `to` is the tier. `bytes` is the number of bytes of chunks in the tier.
- *   DEVICE: as TIER, for a device without chunks. */
+ *   DEVICE: `to` is a device without chunks. */
 enum { PS_REC_OP = 1, PS_REC_MODULE, PS_REC_STEP, PS_REC_ACTION, PS_REC_COPY, PS_REC_DISK, PS_REC_COLLECTIVE,
        PS_REC_WAIT, PS_REC_CHUNK, PS_REC_TIER, PS_REC_DEVICE, PS_REC_PART };
 enum { PS_WAIT_COPY, PS_WAIT_COLLECTIVE, PS_WAIT_MESSAGE };
@@ -362,7 +368,8 @@ enum { PS_CHUNK_ALLOCATE, PS_CHUNK_MOVE, PS_CHUNK_RELEASE, PS_CHUNK_THERE };
 enum { PS_RECORD_MOST = 1 << 26 };       /* maximum number of events in a record; each event has 64 bytes */
 typedef struct ps_record_event {
   int64_t begin_ns, end_ns;
-  int64_t number;              /* sequence number of the event, from 1, in the order in which events end */
+  int64_t number;              /* sequence number of the event. Events are numbered from 1, in the order in which they
+                                * end. */
   int64_t bytes;
   int64_t flops;               /* for an OP, number of FLOPs; for a TIER or DEVICE, number of bytes of tensors outside
                                 * chunks */
@@ -372,21 +379,22 @@ typedef struct ps_record_event {
   uint8_t kind, action, from, to;
 } ps_record_event;
 typedef struct ps_record_total { int64_t calls, ns, bytes, flops; } ps_record_total;
-/* Begins a record that keeps the last `events` events. An earlier record is dropped. Returns PS_EINVAL if `events` is
- * too large, or PS_ENOMEM. */
+/* Begins a record that keeps the last `events` events. Drops the previous record. Returns PS_EINVAL if `events` is
+ * too large. Can also return PS_ENOMEM. */
 int ps_record_start(int64_t events);
 void ps_record_stop(void);
 int ps_record_is_on(void);
 void ps_record_settle(ps_ctx *ctx);      /* waits for devices whose latest work is not yet in the record */
 /* Returns the number of events in the record. Sets *dropped to the number of events that were overwritten. */
 int64_t ps_record_count(int64_t *dropped);
-/* Reads event i. Event 0 is the oldest one. Returns 1 if the event is being overwritten at this moment, or PS_ERANGE
- * if there is no event i. */
+/* Reads event i. Event 0 is the oldest event. Returns 1 if the event is being overwritten at this moment, or
+ * PS_ERANGE if there is no event i. */
 int ps_record_get(int64_t i, ps_record_event *out);
 /* Returns the totals of all calls of an op, including calls whose events were overwritten. Returns PS_EINVAL if there
  * is no such op. */
 int ps_record_op_total(int op, ps_record_total *out);
-/* Returns the name of the call of a COLLECTIVE event, or NULL if there is no such index. */
+/* Returns the name of a call between ranks. `name` is the field `name` of a COLLECTIVE event. Returns NULL if there
+ * is no such call. */
 const char *ps_record_call_name(int name);
 int64_t ps_record_clock(void);           /* returns the current time in nanoseconds, by the clock of events */
 /* Counts the operations (ps_op_cost) of all ops that run while counting is on. Ops of dry runs are not counted.
@@ -396,8 +404,8 @@ int64_t ps_flops_counted(void);
 /* Begins or ends the counting of calls between ranks, which are the COLLECTIVE events of a record. There is one sum
  * for each combination of call, group and size. Counting works without a record, and excludes the calls that a record
  * would exclude. `names` is a bit set of the calls to count, by index of ps_record_call_name. If `names` is 0,
- * counting stops. A call that begins counting drops earlier sums. If `verbose` is 1, each call is printed when it
- * ends. */
+ * counting stops. When counting begins, earlier sums are dropped. If `verbose` is 1, each counted call is printed
+ * when it ends. */
 void ps_calls_count(uint32_t names, int verbose);
 typedef struct ps_calls_total {
   int32_t name, group, ranks, pad;     /* group: index of the group, or -1 */
@@ -405,17 +413,17 @@ typedef struct ps_calls_total {
   int64_t calls, ns;
   char axis[16];                       /* name of the group, such as "tp"; "" for all ranks */
 } ps_calls_total;
-/* Reads sum i. The sums are numbered from 0, in the order of their first calls. The call never fails. It returns 1 if
- * there is no sum i. */
+/* Reads sum i. The sums are numbered from 0, in the order of their first calls. The function never fails. It returns
+ * 1 if there is no sum i. */
 int ps_calls_total_get(int64_t i, ps_calls_total *out);
 /* Returns the number of bytes that a call sends over each rank's link, divided by the size of the whole tensor. The
  * product of this number and the tensor's bytes per second is the "bus bandwidth" of NCCL's tests. With n ranks the
- * number is 2 (n - 1) / n for a sum that all ranks receive. It is (n - 1) / n for a gather, and for a sum of which
+ * number is 2 * (n - 1) / n for a sum that all ranks receive. It is (n - 1) / n for a gather, and for a sum of which
  * each rank receives a shard. It is 1 for other calls. */
 double ps_calls_bus(int name, int ranks);
 /* ps_module_enter and ps_module_leave enter and leave a module. The id of a module is positive. ps_module_enter
  * returns the depth, which the caller passes to ps_module_leave, and never fails. Memory errors name the running
- * module, even without a record. The end of a scope leaves the modules that were entered in the scope. */
+ * module, even without a record. When a scope ends, the modules that were entered in the scope are left. */
 int ps_module_enter(int id);
 void ps_module_leave(int depth);
 int ps_module_now(void);                 /* returns the id of the running module, or 0 if there is none */
@@ -430,36 +438,36 @@ int64_t ps_scope_depth(ps_ctx *ctx);
 /* -- gradients --------------------------------------------------------------------------------------------------- */
 int ps_grad_enabled(ps_ctx *ctx);
 /* Turns offloading of activations on or off. While it is on, tensors that backward will read are moved from a device
- * to host memory. They are the inputs of recompute segments, and the tensors that only the tape still holds at the
- * end of a scope. Returns the previous setting, or PS_EUNSUP if there is no host device. */
+ * to host memory. Two groups of tensors are moved: the inputs of recompute segments, and the tensors that only the
+ * tape still holds at the end of a scope. Returns the previous setting, or PS_EUNSUP if there is no host device. */
 int ps_set_offload(ps_ctx *ctx, int on);
 int ps_set_grad_enabled(ps_ctx *ctx, int enabled);          /* returns the previous setting and never fails */
 /* Turns the keeping of cheap outputs on or off. While it is on, the outputs of CHEAP ops (norms, GELU, SwiGLU) are
  * kept for backward. While it is off, they are recomputed. Keeping them costs memory and saves 1 to 2 % of the time
- * on a GPU. Results do not change by a bit. Returns the previous setting and never fails. */
+ * on a GPU. The results have the same bits in both cases. Returns the previous setting and never fails. */
 int ps_set_keep_cheap(ps_ctx *ctx, int on);
 /* Sets whether the tensor requires a gradient. Returns PS_EINVAL if the tensor is not a leaf, or if its type is not a
  * float type. */
 int ps_tensor_require_grad(ps_tensor *t, int on);
 ps_tensor *ps_tensor_get_grad(ps_tensor *t);                /* returns the gradient, lent, or NULL if there is none */
 /* Sets the gradient of t, and retains `grad`. NULL clears the gradient. Returns PS_EINVAL if `grad` is not a float
- * tensor of t's shape on t's device, or PS_ESTALE if its bytes are gone. */
+ * tensor of t's shape on t's device, or PS_ESTALE if the bytes of `grad` are gone. */
 int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad);
 /* Makes backward copy the gradient of t to the gradient of `holder`. An op must have computed t. `holder` is a tensor
- * of t's shape without history, such as ps_tensor_detach makes. Returns PS_EINVAL if no op computed t, if gradients
- * were off, or if shape, type or device differ. Can also return PS_ENOMEM. */
+ * without history that has t's shape, such as a result of ps_tensor_detach. Returns PS_EINVAL if no op computed t, if
+ * gradients were off, or if shape, type or device differ. Can also return PS_ENOMEM. */
 int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder);
 /* Makes a tensor with the same bytes as t and without history. Can return PS_ENOMEM. */
 int ps_tensor_detach(ps_tensor *t, ps_tensor **out);
-/* Returns 1 if t is one of n tensors, or if recorded ops made t from one of them. Otherwise returns 0. Can return
- * PS_ENOMEM. */
+/* Returns 1 if t is one of the n tensors `from`, or if recorded ops made t from one of these tensors. Otherwise
+ * returns 0. Can return PS_ENOMEM. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from);
-/* Returns the sequence number of the op that made t. Each recorded op gets a higher number than the op before it.
- * Returns -1 if no recorded op made t. The number stays valid after t is freed. */
+/* Returns the sequence number of the op that made t. Each recorded op has a higher number than the previous recorded
+ * op. Returns -1 if no recorded op made t. The number stays valid after t is freed. */
 int64_t ps_tensor_op_number(const ps_tensor *t);
 /* Sets found[i] to 1 if the op with sequence number ops[i] made t, or if recorded ops made t from the result of that
- * op. Otherwise sets found[i] to 0. The search stops at each op that it has found. It does not search the ops before
- * that op. Can return PS_ENOMEM. */
+ * op. Otherwise sets found[i] to 0. When the search finds an op, it does not search the ops from which that op's
+ * inputs were made. Can return PS_ENOMEM. */
 int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found);
 /* Walks the tape backward from n roots in one pass. The entry of `gradients` for a root is a tensor of the root's
  * shape, or NULL if the root is a single value. If `gradients` itself is NULL, no root has a gradient. The walk uses
@@ -467,25 +475,25 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
  *   ps_backward_begin_n prepares the walk. If `segment` is not NULL, it also starts walking and returns the result of
  *   ps_backward_next.
  *   ps_backward_next returns 0 if the walk has ended and 1 if the walk has stopped. In the second case *segment is
- *   the id of the thing at which it stopped. The caller then does the work listed below and calls ps_backward_next
- *   again:
+ *   the id of the segment, the function or the hooks at which the walk has stopped. The caller does the following
+ *   work and then calls ps_backward_next again:
  *     a recompute segment (ps_segment_new): the caller runs the segment again, then calls ps_backward_splice.
- *     a function of the script (ps_call_new): the caller computes its backward, then calls ps_call_done.
+ *     a function of the script (ps_call_new): the caller computes the function's backward, then calls ps_call_done.
  *     hooks (ps_tensor_hook): the caller runs the hooks, then calls ps_hooks_done.
- *   ps_backward_end abandons the walk, if there is one.
- * An error ends the walk. Returns PS_EINVAL if a root depends on nothing that requires a gradient, or if its gradient
- * has another shape. Returns PS_ESTATE if a walk is already in progress; ps_backward_next returns PS_ESTATE if no
- * walk is in progress. Returns PS_ESTALE if a tensor that a gradient rule reads was changed in place, or if its bytes
- * are gone. Gradient rules run ops, so errors of ps_apply are possible too. */
+ *   ps_backward_end abandons the walk, if a walk is in progress.
+ * An error ends the walk. Returns PS_EINVAL if no tensor on which a root depends requires a gradient, or if a
+ * gradient has another shape than its root. Returns PS_ESTATE if a walk is already in progress; ps_backward_next
+ * returns PS_ESTATE if no walk is in progress. Returns PS_ESTALE if a tensor that a gradient rule reads was changed
+ * in place, or if the tensor's bytes are gone. Gradient rules run ops, so errors of ps_apply are possible too. */
 enum { PS_MAX_ROOTS = 64 };
 int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int64_t *segment);
 int ps_backward_next(ps_ctx *ctx, int64_t *segment);
 /* Like ps_backward_begin_n, with two additions. If keep is 1, the walk does not use up the nodes, and another walk
  * can pass them. If n_to > 0, the walk passes only nodes that lead to the tensors `to`, and no leaf gets a gradient.
- * After the walk, ps_backward_taken returns the gradients of `to`, one reference each. The gradient is NULL for a
- * tensor that no gradient reached. Returns PS_EINVAL if a tensor of `to` requires no gradient or occurs twice;
- * ps_backward_taken returns PS_EINVAL if n differs from n_to. Returns PS_ESTATE if a walk is in progress. Can also
- * return PS_ENOMEM. */
+ * After the walk, ps_backward_taken returns the gradients of the tensors `to`. The caller must release each gradient.
+ * A gradient is NULL if the walk computed no gradient for the tensor. Returns PS_EINVAL if a tensor of `to` requires
+ * no gradient or occurs twice; ps_backward_taken returns PS_EINVAL if n differs from n_to. Returns PS_ESTATE if a
+ * walk is in progress. Can also return PS_ENOMEM. */
 int ps_backward_for(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int keep, int n_to,
                     ps_tensor *const *to, int64_t *segment);
 int ps_backward_taken(ps_ctx *ctx, int n, ps_tensor **gradients);
@@ -497,10 +505,10 @@ int ps_stop_gradient(ps_ctx *ctx, int out, ps_tensor **gradient);
  * become functions of the tensors `in`. An entry of `in` is NULL if that input is not a tensor. An entry of `out` is
  * NULL if that output gets no gradient. The tensors `saved` (NULL if there are none) are kept for backward. Like
  * other saved tensors, they are checked against changes in place. Call ps_segment_begin before the function runs.
- * Call ps_segment_cancel if the function fails or needs no node. *id is the caller's id for the function. Returns 1
- * in the same case as ps_segment_new. Returns PS_EINVAL if there is no input or no output, or if an output has a
- * history, is not a float tensor or occurs twice. Returns PS_ESTALE if the bytes of a saved tensor are gone. Can also
- * return PS_ENOMEM. */
+ * Call ps_segment_cancel if the function fails or needs no node. Sets *id to the id that ps_backward_next returns
+ * when the walk stops at the function. Returns 1 if the function read parameters of an engine, as ps_segment_new
+ * does. Returns PS_EINVAL if there is no input or no output, or if an output has a history, is not a float tensor or
+ * occurs twice. Returns PS_ESTALE if the bytes of a saved tensor are gone. Can also return PS_ENOMEM. */
 int ps_call_new(ps_ctx *ctx, const char *name, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out,
                 int n_saved, ps_tensor *const *saved, int64_t *id);
 /* Returns saved tensor i, lent, of the function at which the walk has stopped. Returns PS_ESTATE if the walk has not
@@ -508,27 +516,28 @@ int ps_call_new(ps_ctx *ctx, const char *name, int n_in, ps_tensor *const *in, i
 int ps_call_saved(ps_ctx *ctx, int i, ps_tensor **out);
 /* Passes on the gradients of all inputs of the function. An entry is NULL for an input without a gradient. Gradients
  * of inputs that require no gradient are ignored. `devices` contains the devices of the inputs. Returns PS_EINVAL if
- * n is not the number of inputs that ps_call_new got, or if a gradient has another shape, type or device than its
- * input. The gradient of a bf16 or fp16 input may be fp32. Returns PS_ESTALE if the bytes of a gradient are gone.
- * Also returns errors of ps_apply. */
+ * n is not the number of inputs that was passed to ps_call_new, or if a gradient has another shape, type or device
+ * than its input. The gradient of a bf16 or fp16 input may be fp32. Returns PS_ESTALE if the bytes of a gradient are
+ * gone. Also returns errors of ps_apply. */
 int ps_call_done(ps_ctx *ctx, int n, ps_tensor *const *gradients, const int32_t *devices);
 /* Makes the walk stop when the gradient of t is complete. If an op computed t, the walk stops before it passes that
- * op. If t is a leaf, the walk stops before it adds to t's gradient. *id is the id that the stopped walk returns.
- * *out is the index of t among the outputs; ps_stop_gradient and ps_hook_replace need it. The id is valid as long as
- * the op's node or the leaf exists. After that, ps_segment_reap returns the id. Returns PS_EINVAL if t requires no
- * gradient, or PS_ESTATE if a walk has already passed the op. Can also return PS_ENOMEM. */
+ * op. If t is a leaf, the walk stops before it adds to t's gradient. Sets *id to the id that ps_backward_next returns
+ * when the walk stops. Sets *out to the index of t among the op's outputs; ps_stop_gradient and ps_hook_replace need
+ * this index. The id is valid as long as the op's node or the leaf exists. When the node or the leaf has been freed,
+ * ps_segment_reap returns the id. Returns PS_EINVAL if t requires no gradient, or PS_ESTATE if a walk has already
+ * passed the op. Can also return PS_ENOMEM. */
 int ps_tensor_hook(ps_tensor *t, int64_t *id, int *out);
 /* Replaces the gradient of output `out`. Returns PS_ESTATE if the walk has not stopped at hooks. Returns PS_EINVAL if
- * the new gradient has another shape, type or device. Returns PS_ESTALE if its bytes are gone, or PS_ERANGE if there
- * is no such output. */
+ * the new gradient has another shape, type or device. Returns PS_ESTALE if the bytes of the new gradient are gone, or
+ * PS_ERANGE if there is no such output. */
 int ps_hook_replace(ps_ctx *ctx, int out, ps_tensor *gradient);
 int ps_hooks_done(ps_ctx *ctx);          /* ends the stop at hooks. Returns PS_ESTATE if there is no such stop. */
-/* Cuts the tape at the input of a pipeline stage. `out` gets n new headers of the tensors that the stage received.
- * The tape starts at these headers. A walk that reaches the headers sums their gradients and keeps the sums, as it
- * does for tensors that ops of this process made. After the walk, ps_boundary_take returns the sums, one reference
- * each. A second call returns no sums. An entry is NULL if no gradient arrived; an integer tensor has no gradient. If
- * gradients are off, nothing is recorded. If nothing before a stage is trained, its inputs need no gradient and it
- * needs no boundary.
+/* Cuts the tape at the input of a pipeline stage. Sets `out` to n new headers of the tensors `in`, which the stage
+ * received. The tape starts at these headers. A walk that reaches the headers sums their gradients and keeps the
+ * sums, as it does for tensors that ops of this process made. After the walk, ps_boundary_take returns the sums. The
+ * caller must release each sum. A second call returns no sums. An entry is NULL if no gradient arrived; an integer
+ * tensor has no gradient. If gradients are off, nothing is recorded. If no parameter of the earlier stages is
+ * trained, the inputs of a stage need no gradient, and the stage needs no boundary.
  *   To get the same bits as the undivided model, the received gradients must have no other owner while the walk runs.
  *   To ensure this, call ps_backward_begin_n with segment NULL, release the gradients, then call ps_backward_next.
  * Returns PS_EINVAL if the number of tensors is 0 or more than PS_MAX_ROOTS, or if a tensor has a history;
@@ -543,16 +552,16 @@ int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **grad
  * WEIGHT is in progress, if no gradients were deferred, or if a walk is in progress. Returns PS_ESTALE if a tensor
  * was changed in place after it was deferred. Also returns errors of ps_apply. */
 int ps_backward_weights(ps_ctx *ctx, int64_t *stopped);
-/* Replaces the outputs of the stopped segment by the outputs `out` of its second run: their gradients are passed to
- * `out`. Returns PS_EINVAL if n or a shape differs from the first run, or PS_ESTATE if the walk has not stopped at a
- * segment. */
+/* Replaces the outputs of the segment at which the walk has stopped. `out` contains the outputs of the segment's
+ * second run. The gradients of the replaced outputs are passed to `out`. Returns PS_EINVAL if n or a shape differs
+ * from the first run, or PS_ESTATE if the walk has not stopped at a segment. */
 int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out);
 void ps_backward_end(ps_ctx *ctx);
-/* Records a recompute segment (Chen et al. 2016). Its outputs were computed without gradients. They become functions
- * of the tensors `in`, and backward computes them again. `segment` is the caller's id for the segment. The inputs are
- * kept alive until the walk has passed the segment. Returns 1 if the function read parameters of an engine; the
- * function then cannot run again after the engine is closed. Returns PS_EINVAL if there is no output, or if an output
- * already has a history.
+/* Records a recompute segment (Chen et al. 2016). The outputs `out` were computed without gradients. They become
+ * functions of the tensors `in`, and backward computes them again. Sets *segment to the id that ps_backward_next
+ * returns when the walk stops at the segment. The inputs are kept alive until the walk has passed the segment.
+ * Returns 1 if the function read parameters of an engine; the function then cannot run again after the engine is
+ * closed. Returns PS_EINVAL if there is no output, or if an output already has a history.
  *   ps_segment_begin is called before the function first runs. It starts recording the parameters that the function
  *   reads.
  *   ps_segment_cancel is called instead of ps_segment_new if the function failed. */
@@ -564,9 +573,11 @@ void ps_segment_cancel(ps_ctx *ctx);
 int64_t ps_segment_reap(ps_ctx *ctx);
 
 /* -- random numbers: Philox (Salmon et al. 2011), with the seed as key ------------------------------------------- */
-/* State of the random number generators. seed, step, op and sample select the random numbers of dropout. step is the
- * optimizer's step, op counts the dropouts within a forward, and sample is the index of the batch's first sample.
- * offset counts the numbers that ps.randn and similar functions have drawn. */
+/* State of the random number generators. seed, step, op and sample select the random numbers of dropout.
+ *   step: the optimizer's step.
+ *   op: number of dropouts that have run in this forward.
+ *   sample: index of the batch's first sample.
+ *   offset: number of random numbers that ps.randn and similar functions have drawn. */
 typedef struct ps_rng { uint64_t seed, offset, step, sample; uint32_t op, pad; } ps_rng;
 ps_rng *ps_rng_get(ps_ctx *ctx);         /* returns the state itself, lent; the caller may read it and write to it */
 
@@ -577,8 +588,8 @@ typedef struct ps_st_entry {
     int64_t shape[8];
     int64_t at, nbytes;          /* position of the tensor's bytes (for ps_st_read), and their number */
 } ps_st_entry; /* dtype is -1 for a type that this library does not support */
-/* Maps the file and checks its whole header. If the header has a checksum, it is checked too. Returns PS_EIO if the
- * file cannot be read, or PS_EFORMAT if the file is not a safetensors file or is damaged. */
+/* Maps the file and checks its whole header. If the header has a checksum, the checksum is checked too. Returns
+ * PS_EIO if the file cannot be read, or PS_EFORMAT if the file is not a safetensors file or is damaged. */
 int ps_st_open(const char *path, ps_st **out);
 void ps_st_close(ps_st *st);
 int ps_st_count(const ps_st *st);
@@ -606,8 +617,8 @@ int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *sha
  * was written to, this call and each later use of the bytes return PS_EIO. Returns PS_ERANGE if the bytes are outside
  * the data. */
 int ps_st_lend(void *st, int64_t at, int64_t nbytes, ps_loan *out);
-void ps_st_drop(const ps_st *st, int i);                    /* frees the memory pages that contain tensor i's bytes,
-                                                             * once these have been read */
+void ps_st_drop(const ps_st *st, int i);                    /* frees the memory pages that contain tensor i's bytes;
+                                                             * called after the bytes have been read */
 /* Compares a tensor's bytes with their checksum. Returns 1 if they match and 0 if the file has no checksums. Returns
  * PS_EFORMAT if the bytes are damaged, PS_EIO if the file was truncated, or PS_ERANGE if there is no tensor i. */
 int ps_st_verify(const ps_st *st, int i);
@@ -645,14 +656,16 @@ typedef struct ps_gguf_entry {
                                 * supported */
   int64_t shape[8];            /* sizes of the dimensions as set by ps_gguf_layout, outermost dimension first */
   int64_t at, nbytes;          /* position of the tensor's bytes (for ps_gguf_read), and their number */
-  int32_t as_it_is;            /* 1 if the bytes are the values themselves, unpacked and in this order */
+  int32_t as_it_is;            /* 1 if the file contains the values themselves: they are not packed, and
+                                * ps_gguf_layout does not reorder or transpose them */
 } ps_gguf_entry;
 typedef struct ps_gguf_value { /* an entry of the metadata, or one value of an array */
   int32_t type, of;            /* type: id that the type has in files. The ids 0 to 12 are: uint8 int8 uint16 int16
                                 * uint32 int32 float32 bool string array uint64 int64 float64. `of` is the type of an
                                 * array's values; if the entry is not an array, it is equal to `type`. */
   int64_t n;                   /* number of values of an array, otherwise 1 */
-  int64_t whole;               /* an integer (a uint64 as the same bits), or a truth value; for a string, its length */
+  int64_t whole;               /* value of an integer (a uint64 has the same bits) or a truth value; for a string, its
+                                * length in bytes */
   double number;               /* the value of any number, as a double */
   const char *text;            /* a string without a final 0, lent until the file is closed */
 } ps_gguf_value;
@@ -673,10 +686,10 @@ int ps_gguf_meta_find(const ps_gguf *g, const char *key);   /* returns the index
  * truncated. */
 int ps_gguf_meta_get(const ps_gguf *g, int i, int64_t k, ps_gguf_value *out);
 /* Sets how tensor i is read. If `transposed` is 1, the two dimensions of a matrix are swapped. If `heads` is not 0,
- * the rows of each head are reordered, and `heads` is the number of heads. The rows of a vector are its elements.
- * For its rotary embedding, llama.cpp stores the two rows of a pair next to each other. They are read half a head
- * apart, as in Hugging Face's files. Returns PS_EFORMAT if the tensor's shape does not fit, or PS_ERANGE if there is
- * no tensor i. */
+ * the rows of each head are reordered, and `heads` is the number of heads. The rows of a vector are its elements. For
+ * its rotary embedding, llama.cpp stores the two rows of a pair next to each other. After the reordering the two rows
+ * are half a head apart, as in Hugging Face's files. Returns PS_EFORMAT if the tensor's shape does not fit, or
+ * PS_ERANGE if there is no tensor i. */
 int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed);
 /* Copies part of a rectangle of tensor i, as values of the dtype in its entry. `offset` and `shape` are the
  * rectangle's start and size in each dimension. The elements of the rectangle are numbered in row-major order. The
@@ -697,14 +710,14 @@ void ps_gguf_drop(const ps_gguf *g, int i);                 /* like ps_st_drop *
 /* Packs values into blocks of a type. `type` is 256 for NF4. Otherwise it is the id that Q4_0, Q4_1, Q5_0, Q5_1,
  * Q8_0, Q4_K or Q6_K has in GGUF files. The bytes of all blocks are written to `out`. Returns PS_EUNSUP for another
  * type. Returns PS_EINVAL if numel is not a multiple of the type's block size. Returns PS_ERANGE if a value is not
- * finite or is above 65504. */
+ * finite, or if its magnitude is above 65504. */
 int ps_pack(int type, const float *values, int64_t numel, void *out);
 
 /* A writer of GGUF files of version 3. The order of calls is: declare all tensors in the order of the file, begin,
- * append values to each tensor, commit. The functions return PS_ESTATE for a call out of this order, or if a tensor
- * does not have all of its values. They return PS_EINVAL if a name is a duplicate, if a shape is not a multiple of
- * the type's block size, or if there are too many values. They return PS_EUNSUP if the type cannot be written or the
- * values are not floats, PS_ERANGE if the type cannot hold a value, or PS_EIO if the file cannot be written. */
+ * append values to each tensor, commit. The functions return PS_ESTATE for a call out of this order, or if not all
+ * values of a tensor have been appended. They return PS_EINVAL if a name is a duplicate, if a shape is not a multiple
+ * of the type's block size, or if there are too many values. They return PS_EUNSUP if the type cannot be written or
+ * the values are not floats, PS_ERANGE if the type cannot hold a value, or PS_EIO if the file cannot be written. */
 typedef struct ps_ggufw ps_ggufw;
 int ps_ggufw_new(const char *path, ps_ggufw **out);
 /* Declares a tensor. `type` is a name such as "F32" or "Q4_0". The shape begins with the outermost dimension. heads
@@ -712,8 +725,8 @@ int ps_ggufw_new(const char *path, ps_ggufw **out);
  * errors of ps_ggufw_new. */
 int ps_ggufw_add(ps_ggufw *w, const char *name, const char *type, int ndim, const int64_t *shape, int64_t heads,
                  int transposed);
-/* Writes the header. `meta` contains the bytes of all metadata entries in the form in which they are in files.
- * Returns errors of ps_ggufw_new. */
+/* Writes the header. `meta` contains all metadata entries in the binary format of GGUF files. `entries` is the number
+ * of entries. Returns errors of ps_ggufw_new. */
 int ps_ggufw_begin(ps_ggufw *w, const void *meta, int64_t nbytes, int64_t entries);
 /* Appends the next values of a tensor. Threads convert and write the values. An error of a value or of the disk may
  * therefore be returned by a later append or by the commit. If several values have errors, the earliest one is
@@ -730,13 +743,13 @@ typedef struct ps_saver ps_saver;
 int ps_saver_new(ps_saver **out);
 /* Writes `data` in the background with `writer`, and commits. ps_stw_begin must have been called on the writer. The
  * saver owns the writer from now on, even if the call fails. The nbytes bytes of data must not change until
- * ps_saver_wait returns. If their address is a multiple of 4096, the saver avoids a copy. Returns PS_ESTATE if the
- * saver is busy, or PS_ENOMEM if no thread can be started. */
+ * ps_saver_wait returns. If `data` is a multiple of 4096, the saver avoids a copy. Returns PS_ESTATE if the saver is
+ * busy, or PS_ENOMEM if no thread can be started. */
 int ps_saver_start(ps_saver *s, ps_stw *writer, const void *data, int64_t nbytes);
 int ps_saver_busy(ps_saver *s);                             /* returns 1 while the thread writes, otherwise 0 */
 /* Waits until the file is written. Returns errors of ps_stw_write or ps_stw_commit for this file. Only the first wait
- * returns an error of the file; later waits do not. *seconds is set to the time that the last file took. `seconds`
- * may be NULL. */
+ * returns an error of the file; later waits do not. *seconds is set to the time in which the last file was written.
+ * `seconds` may be NULL. */
 int ps_saver_wait(ps_saver *s, double *seconds);
 void ps_saver_free(ps_saver *s);                            /* waits until the file is written, then frees the saver */
 
@@ -753,8 +766,8 @@ typedef struct ps_lines ps_lines;
 int ps_lines_open(const char *path, const char *index, ps_lines **out);
 int ps_lines_scanned(const ps_lines *l);     /* returns 1 if the file was read because the index did not match */
 int64_t ps_lines_count(const ps_lines *l);   /* returns the number of rows */
-/* Like ps_file_hash, for the opened file. The function hashes this file even if another file has its path by now.
- * Returns PS_EIO if the file was changed or truncated after it was opened. */
+/* Like ps_file_hash, for the opened file. The function hashes the opened file even if its path now names another
+ * file. Returns PS_EIO if the file was changed or truncated after it was opened. */
 int ps_lines_hash(const ps_lines *l, uint64_t *out);
 /* Writes an index atomically. The index contains the position of every 64th row, and the file's size and time.
  * Returns PS_EIO if the index cannot be written. */
@@ -793,15 +806,15 @@ typedef struct ps_loader_config {
                               * its input. */
   int64_t vocab;             /* A token >= vocab is an error, whose message contains file and position. If vocab is
                               * 0, tokens are not checked. */
-  int64_t first, last;       /* half-open range of the concatenated tokens that the loader uses. If last is 0, the
-                              * range ends with the last token. */
+  int64_t first, last;       /* half-open range of tokens that the loader uses; the tokens of all shards are numbered
+                              * together. If last is 0, the range ends with the last token. */
   uint64_t seed;
   int32_t shuffle;           /* 1: each epoch visits every window once, in a random order and from a random offset */
   int32_t ahead;             /* number of batches that the background thread prepares in advance, >= 1 */
   int32_t rank, world_size;  /* A global batch has world_size * batch rows. This rank reads rows [rank, rank + 1) *
                               * batch of it. A world_size of 0 means 1. */
 } ps_loader_config;
-/* Position of the next batch, which is the same on all ranks. */
+/* Position of the next batch. All ranks have the same position. */
 typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position;
 /* Makes a loader. Returns PS_EINVAL if settings are out of range, or if there are too few tokens for one batch.
  * Returns PS_ERANGE if the range is outside the files. Returns PS_ENOMEM if there is no memory for batches, or if no
@@ -817,7 +830,8 @@ int ps_loader_get_position(ps_loader *l, ps_loader_position *out);      /* Retur
 int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);
 
 /* -- tokenizers: texts to token ids and back (lua/ps/tokenizer/init.lua) --------------------------------------------
- * The functions return PS_ESTATE if a file or setting is added after ps_tok_ready, or if a text is passed before it. */
+ * The functions return PS_ESTATE if a file or setting is added after ps_tok_ready, or if a text is passed before
+ * ps_tok_ready. */
 typedef struct ps_tok ps_tok;            /* a tokenizer; only one thread at a time may use it */
 typedef struct ps_tok_ids {              /* ids of a text, lent until the next call on the tokenizer */
   const int32_t *ids;
@@ -831,7 +845,7 @@ void ps_tok_free(ps_tok *t);
  * ps_tok_ready, encode or decode texts. Formats:
  *   "vocab.json": {"token": id}.
  *   "vocab.txt": one token per line; ids count from 0.
- *   "merges.txt": merges; its vocabulary must be read before it.
+ *   "merges.txt": merges. The vocabulary must be read before this file.
  *   "tiktoken": on each line, a token in base64 and its rank. Tokens are then spelled in GPT-2's letters.
  *   "tokenizer.json": the vocabulary and merges of its model are read. ps_tok_rest lends the rest of its text.
  * Returns PS_EIO if the file cannot be read, PS_EFORMAT if it does not have this format, PS_EINVAL for an unknown
@@ -849,18 +863,19 @@ int ps_tok_scores(ps_tok *t, const float *scores, int64_t n);
  * PS_ESTATE after ps_tok_ready. */
 int ps_tok_set(ps_tok *t, const char *name, int64_t value);
 /* Adds a regular expression of PCRE2 that splits texts into words. Each match is a word, and so is the text between
- * two matches. If there are several expressions, each of them splits the words of the one before it. Returns
- * PS_EFORMAT if the pattern is wrong, or PS_EUNSUP if there are too many patterns. */
+ * two matches. If there are several expressions, each expression splits the words that the previous expression has
+ * made. Returns PS_EFORMAT if the pattern is wrong, or PS_EUNSUP if there are too many patterns. */
 int ps_tok_split(ps_tok *t, const char *pattern, int64_t nbytes);
-/* Adds a step that changes the text of a BPE tokenizer. The step runs after the text is split at added tokens and
- * before it is split into words. "nfc" normalizes the text. "prepend" puts `to` before a text that is not empty.
- * "replace" replaces each `from` by `to`. An argument that a step does not use is "". Returns PS_EUNSUP if there are
- * already 8 steps, PS_EINVAL for an unknown step or an empty text, PS_EFORMAT if a text is not UTF-8, or PS_ESTATE if
- * the tokenizer is ready. */
+/* Adds the step `what`, which changes the text of a BPE tokenizer. The step runs after the text is split at added
+ * tokens and before it is split into words. "nfc" normalizes the text. "prepend" puts `to` before a text that is not
+ * empty. "replace" replaces each `from` by `to`. An argument that a step does not use is "". Returns PS_EUNSUP if
+ * there are already 8 steps, PS_EINVAL for an unknown step or an empty text, PS_EFORMAT if a text is not UTF-8, or
+ * PS_ESTATE if the tokenizer is ready. */
 int ps_tok_normalize(ps_tok *t, const char *what, const char *from, const char *to);
 enum { PS_TOK_SPECIAL = 1, PS_TOK_LSTRIP = 2, PS_TOK_RSTRIP = 4, PS_TOK_NORMALIZED = 8 };
-/* Adds a token that is matched literally in texts. If the vocabulary does not have the token, it is added there too.
- * Returns PS_EFORMAT if another token has the id, or if the vocabulary has the token with another id. */
+/* Adds a token that is matched literally in texts. If the vocabulary does not have the token, the token is added to
+ * the vocabulary too. Returns PS_EFORMAT if another token has the id, or if the vocabulary has the token with another
+ * id. */
 int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int flags);
 /* Completes the tokenizer. Returns PS_EFORMAT if files or settings are missing. */
 int ps_tok_ready(ps_tok *t);
@@ -894,16 +909,17 @@ int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const cha
 int ps_tok_print(ps_tok *t, const int32_t *ids, int64_t n, const char **text, int64_t *nbytes);
 typedef struct ps_tok_block {            /* progress in a file that is encoded in blocks */
   const char *path;                      /* path for messages */
-  const char *field;                     /* key of the string that contains a JSON line's document; NULL for plain
-                                          * text */
-  int64_t line;                          /* number of lines before this block; the call adds the block's lines */
+  const char *field;                     /* in JSON lines, key of the string that contains the document; NULL for
+                                          * plain text */
+  int64_t line;                          /* number of lines before this block; the call adds the number of lines of
+                                          * this block */
   int64_t used;                          /* set by the call: number of bytes that were used. The next block must begin
                                           * with the remaining bytes. */
   int32_t mark;                          /* id that is put before the document of each line, or -1 for none */
   int32_t threads, last, flags;          /* last: 1 for the last block. flags: as in ps_tok_encode. */
 } ps_tok_block;
-/* Encodes a block. Returns PS_EFORMAT if a line is not a JSON object with that string; the message then contains the
- * file and the line. Also returns errors of ps_tok_encode. */
+/* Encodes a block. Returns PS_EFORMAT if a line is not a JSON object with the string `field`; the message then
+ * contains the file and the line. Also returns errors of ps_tok_encode. */
 int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_t nbytes, ps_tok_ids *out);
 
 /* -- examples: tokenized rows of a table (lua/ps/data/examples.lua) -------------------------------------------------
@@ -912,7 +928,7 @@ typedef struct ps_examples ps_examples;
 /* Begins a list of examples. `path` is the file that contains the examples after ps_examples_finish. After that,
  * memory contains only the positions at which examples start. If `path` is "", all examples stay in memory. `key` [2]
  * identifies the data from which the examples are made. `wide` is 1 if examples have labels or weights of their own.
- * They then need 12 bytes per token instead of 4. Returns PS_EIO if the file cannot be created. */
+ * Wide examples need 12 bytes per token, other examples 4. Returns PS_EIO if the file cannot be created. */
 int ps_examples_new(const char *path, const uint64_t *key, int wide, ps_examples **out);
 /* Appends an example. `labels` [n] contains -100 for a token that is not trained. If `labels` is NULL, the labels are
  * equal to the ids. `weights` [n] contains one weight per token, or `weights` is NULL. Returns PS_ENOSPC or PS_EIO if
@@ -922,8 +938,8 @@ int ps_examples_add(ps_examples *e, const int32_t *ids, const int32_t *labels, c
 /* Ends the list. Writes the file and maps it. Returns errors of ps_examples_add. */
 int ps_examples_finish(ps_examples *e);
 /* Begins a list of `count` scattered examples. Scattered examples are put by number, in any order, and stay in
- * memory. In the meantime, rows that grow (ps_rows_begin) can read them. Returns PS_EUNSUP if there are too many
- * examples. */
+ * memory. Before all examples have been put, rows that grow (ps_rows_begin) can read the examples that exist. Returns
+ * PS_EUNSUP if there are too many examples. */
 int ps_examples_scattered(int64_t count, int wide, ps_examples **out);
 /* Puts example i into a list of scattered examples. In any other list, i must be the next number, and the example is
  * appended. Also returns errors of ps_examples_add. Returns PS_EINVAL if there is no such example, or if it was put
@@ -946,11 +962,12 @@ int ps_examples_read(const ps_examples *e, int64_t i, int32_t *ids, int32_t *lab
 void ps_examples_free(ps_examples *e);
 
 /* An encoder encodes texts to examples on several threads. The examples have the order of the texts. Until
- * ps_encoder_free, the encoder owns the tokenizer and the examples jointly with the caller. Meanwhile other code may
- * encode and decode with the tokenizer, and may read stored examples. */
+ * ps_encoder_free, the encoder owns the tokenizer and the examples jointly with the caller. While the encoder runs,
+ * other code may encode and decode with the tokenizer, and may read stored examples. */
 typedef struct ps_encoder ps_encoder;
 typedef struct ps_encoder_config {
-  const int32_t *special;                /* [n_special] ascending ids that text of a message is never encoded to */
+  const int32_t *special;                /* [n_special] ids in ascending order. Text of a message is never encoded to
+                                          * one of these ids. */
   const int32_t *prefix, *suffix;        /* ids that are put before and after a whole text */
   int64_t n_special, n_prefix, n_suffix;
   int32_t threads, flags;                /* flags: flags of ps_tok_encode, for whole texts */
@@ -990,13 +1007,20 @@ void ps_encoder_free(ps_encoder *c);
 
 /* The rows of an epoch. They depend only on the examples and the settings. They do not depend on batches or ranks. */
 typedef struct ps_rows ps_rows;
-/* Rule for an example that is too long: cut off its right end, cut off its left end, drop the example, or return an
- * error. */
+/* Rule for an example that is too long.
+ *   RIGHT: its right end is cut off.
+ *   LEFT: its left end is cut off.
+ *   DROP: the example is dropped.
+ *   ERROR: the function returns an error. */
 enum { PS_LONG_RIGHT, PS_LONG_LEFT, PS_LONG_DROP, PS_LONG_ERROR };
-/* Rule for a source that is exhausted: the epoch continues without the source, the source begins again, or the epoch
- * ends. */
+/* Rule for a source that is exhausted.
+ *   LEAVE: the epoch continues without the source.
+ *   REPEAT: the source begins again.
+ *   STOP: the epoch ends. */
 enum { PS_MIX_LEAVE, PS_MIX_REPEAT, PS_MIX_STOP };
-/* Meaning of an example's weight: it is the weight of each target, or it is divided among the targets. */
+/* Meaning of an example's weight.
+ *   TOKEN: it is the weight of each target.
+ *   EXAMPLE: it is divided among the targets. */
 enum { PS_WEIGHTS_TOKEN, PS_WEIGHTS_EXAMPLE };
 typedef struct ps_rows_config {
   int64_t seq;                           /* maximum number of tokens in a row */
@@ -1004,17 +1028,18 @@ typedef struct ps_rows_config {
   int64_t epoch;
   uint64_t seed;
   const int64_t *counts;                 /* [n_sources] number of examples per source. The examples of a source follow
-                                          * those of the source before it. */
+                                          * the examples of the previous source. */
   const double *weights;                 /* [n_sources] positive weights of the sources */
   int32_t n_sources, exhausted;
   int32_t shuffle, packing, grouping, rule;
 } ps_rows_config;
 typedef struct ps_rows_info {
   int64_t rows, windows, examples, tokens;     /* examples: number of examples that rows contain */
-  int64_t cut, dropped;                  /* number of examples that lost tokens, and of examples that were left out */
+  int64_t cut, dropped;                  /* cut: number of examples that lost tokens. dropped: number of examples that
+                                          * were left out. */
   int64_t failed;                        /* with PS_LONG_ERROR: number of the example that is too long; otherwise -1 */
-  int64_t taken, places;                 /* taken: number of places of the order whose examples were read. places:
-                                          * number of all places. */
+  int64_t taken, places;                 /* taken: number of places in the order whose examples have been read.
+                                          * places: number of all places in the order. */
 } ps_rows_info;
 /* Makes the rows of an epoch. `info` is filled even if the call fails. Returns PS_ERANGE if an example is too long
  * (PS_LONG_ERROR), or PS_EINVAL if a setting is wrong. */
@@ -1023,7 +1048,7 @@ int ps_rows_new(ps_examples *e, const ps_rows_config *config, ps_rows_info *info
  * rows that ps_rows_new makes of the same examples. Batches can read the rows that exist so far (ps_batches_next).
  * Also returns errors of ps_rows_new. */
 int ps_rows_begin(ps_examples *scattered, const ps_rows_config *config, ps_rows **out);
-/* Returns the example at a place of the order of these rows, or a PS_E* code. */
+/* Returns the number of the example at place `place` in the order of these rows, or a PS_E* code. */
 int32_t ps_rows_order(const ps_rows *r, int64_t place);
 /* Adds rows of the next examples in the order, up to the first example that has not been put. With packing or
  * grouping, only whole windows are added. Returns errors of ps_rows_new. */
@@ -1058,7 +1083,7 @@ typedef struct ps_batches ps_batches;
 typedef struct ps_batches_config {
   int64_t batch;                         /* number of rows per rank */
   int64_t accumulate;                    /* number of batches in a step; they are padded to the same length */
-  int64_t multiple;                      /* lengths are multiples of this number, except for the length seq */
+  int64_t multiple;                      /* row lengths are multiples of this number; the length seq is also allowed */
   int32_t rank, world_size;
   int32_t ahead;                         /* number of batches made in advance, at least 1 */
   int32_t to_seq, drop_last, fills;      /* fills: 1 adds rows of weight 0 to a last batch that is not full */
@@ -1081,7 +1106,7 @@ int ps_batches_new(ps_examples *e, const ps_rows_config *rows_config, const ps_b
 enum { PS_BATCHES_MORE = 2 };            /* a result of ps_batches_next, in addition to 0 and 1 */
 /* Returns 1 with a batch, or 0 at the end of an epoch. After the end, the next epoch begins. The first call starts
  * the thread. Returns PS_BATCHES_MORE if the batch needs rows that do not exist yet. If the rows can still grow, the
- * caller then calls ps_rows_grow. If they are complete, the caller passes the gathered examples to
+ * caller then calls ps_rows_grow. If the rows are complete, the caller passes the gathered examples to
  * ps_batches_examples. In both cases it then calls this function again. Returns PS_EIO if the file of examples was
  * truncated. Also returns errors of ps_rows_new for an epoch, and errors of ps_rows_fill. After such an error the
  * next call tries again. */
@@ -1154,14 +1179,14 @@ typedef struct ps_update_group {
                                 * tensor that is missing, the master is passed instead. */
   int32_t pad;
 } ps_update_group;
-/* Sets the attributes of an update's op that differ between updates. They are the factor on gradients, and t or
- * values derived from it. t is the index of the parameters' update, from 1. Returns PS_EINVAL if the op is not an
- * update. */
+/* Sets the attributes of an update's op that differ between updates. They are the factor on gradients (grad_scale),
+ * and t or values that are computed from t. t counts the updates of the parameters from 1. Returns PS_EINVAL if the
+ * op is not an update. */
 int ps_update_attrs(int op, void *attrs, int64_t t, double grad_scale);
 /* Settings of an action. Fields that the action does not use are 0. */
 typedef struct ps_action_how {
-  double weight;               /* for BACKWARD or INPUT: weight of the micro-batch. It is counted only once, not for
-                                * each virtual stage. */
+  double weight;               /* for BACKWARD or INPUT: weight of the micro-batch. The weight is counted once per
+                                * micro-batch, not once per virtual stage. */
   double scale;                /* for an update, or for a backward that updates: factor on gradients */
   int32_t slot;                /* for a last backward: 1 stores the final gradients of bf16 and fp16 parameters in the
                                 * place of these parameters */
@@ -1176,7 +1201,7 @@ typedef struct ps_action_how {
   uint32_t first_op, pad;
 } ps_action_how;
 /* Begins the next action of the table. `kind` must be its kind. A forward may be repeated until its backward begins.
- * A backward may have no forward. If the step's table has no norm, the caller may begin one before the update. If
+ * A backward may have no forward. If the step's table has no norm, the caller may begin a norm before the update. If
  * `how` is NULL, all settings are 0. Returns PS_ESTATE if another action is due or in progress, or if no step is in
  * progress. Returns PS_EINVAL for an update during a backward that is not the last one, for an update during a
  * backward in a step that has a norm or several virtual stages, or for `slot` in a backward that is not the last one
@@ -1190,9 +1215,9 @@ int ps_step_done(ps_step *step);
  * They are not recorded for backward, and their uses of chunks are not recorded. They do not advance the step's
  * random numbers, and their memory is not counted in the budgets. Until ps_resume, the following calls fail with
  * PS_ESTATE: actions of a step, backward, setting gradients, and writes to parameters. If the pause is between two
- * steps, an engine allows the last three of these. *scope is a scope that ps_resume ends. Returns 1 if the script
- * cannot be paused now because a dry run is in progress. Returns PS_ESTATE if the script is already paused or if
- * there are several ranks. Can also return PS_ENOMEM. */
+ * steps, an engine allows backward, setting gradients and writes to parameters. *scope is a scope that ps_resume
+ * ends. Returns 1 if the script cannot be paused now because a dry run is in progress. Returns PS_ESTATE if the
+ * script is already paused or if there are several ranks. Can also return PS_ENOMEM. */
 int ps_suspend(ps_ctx *ctx, int64_t *scope);
 /* Resumes the script. The tensors `keep` survive, as in ps_scope_end. Chunks are moved until they fit the budgets
  * again. Returns PS_ESTATE if the script is not paused. Also returns errors of the moves of chunks; the script is
@@ -1203,8 +1228,8 @@ int ps_is_suspended(const ps_ctx *ctx);
  * abandoned forward uses up no random numbers. */
 void ps_step_abandon(ps_step *step);
 /* Returns 1 if the caller should collect Lua's garbage before the next BACKWARD, INPUT or WEIGHT, otherwise 0. A
- * collection is needed if less than 1/8 of the first tier is free. It is also needed if less than half is free and
- * the last collection was PS_UNCOLLECTED micro-batches ago. The call never fails. */
+ * collection is needed if less than 1/8 of the first tier is free. It is also needed if less than half of the first
+ * tier is free and the last collection was PS_UNCOLLECTED micro-batches ago. The call never fails. */
 enum { PS_UNCOLLECTED = 16 };
 int ps_step_collects(ps_step *step);
 /* Ends the step. *trace is set to the trace of this step, or to -1 if there is none. If the step repeated the
@@ -1258,11 +1283,11 @@ int ps_pipe_table_row(const ps_pipe_table *t, int rank, const ps_action **row, i
 int ps_pipe_table_place(const ps_pipe_table *t, int vstage, int32_t *rank, int32_t *local);
 /* Inserts transfers, yields and reductions into all rows. Returns PS_ESTATE if the table already has them. */
 int ps_pipe_table_lower(ps_pipe_table *t);
-/* The peak counts of a row. They do not depend on the costs of its actions. Each counts pairs of a virtual stage and
- * a micro-batch. */
+/* The peak counts of a row. They do not depend on the costs of the row's actions. Each field counts pairs of a
+ * virtual stage and a micro-batch. */
 typedef struct ps_pipe_held {
-  int32_t in_flight;           /* number of pairs whose forward has run and whose INPUT or BACKWARD has not */
-  int32_t waiting;             /* number of pairs whose INPUT has run and whose WEIGHT has not */
+  int32_t in_flight;           /* number of pairs whose forward has run and whose INPUT or BACKWARD has not run yet */
+  int32_t waiting;             /* number of pairs whose INPUT has run and whose WEIGHT has not run yet */
 } ps_pipe_held;
 /* Returns the peak counts of a rank. Returns PS_ERANGE if there is no such rank. */
 int ps_pipe_table_held(const ps_pipe_table *t, int rank, ps_pipe_held *out);
@@ -1285,7 +1310,7 @@ typedef struct ps_pipe_link {
 typedef struct ps_pipe_span { double begin, end; } ps_pipe_span;
 typedef struct ps_pipe_times {
   double makespan;             /* time from 0 to the end of the last action on any rank */
-  double bubble;               /* the fraction of stages x makespan in which ranks are idle */
+  double bubble;               /* the fraction of the time stages * makespan in which ranks are idle */
 } ps_pipe_times;
 typedef struct ps_pipe_rank_times {
   double first, last;          /* begin of the rank's first action, and end of its last action */
@@ -1332,9 +1357,10 @@ const char *ps_kind_name(int kind);      /* returns a name such as "param", or N
  * already PS_KIND_COUNT kinds. */
 int ps_kind_state(const char *name);
 /* Spacing that avoids false dependences in the processor. An update reads and writes the same position in chunks of
- * all kinds at the same time. If all these addresses had equal offsets within their pages, a processor would take a
- * write to one address for a write to another address that it reads, and would slow down. The tensors therefore begin
- * at a multiple of PS_KIND_SHIFT bytes that differs between kinds of chunks, provided the chunks are large enough. */
+ * all kinds at the same time. If all these addresses had equal offsets within their pages, a processor would mistake
+ * a write to one address for a write to another address that it reads. This mistake would slow the processor down.
+ * The tensors therefore begin at a multiple of PS_KIND_SHIFT bytes that differs between kinds of chunks, provided the
+ * chunks are large enough. */
 enum { PS_KIND_SHIFT = 4864 };
 typedef struct ps_chunk_config {
   int32_t device, host;        /* ids of the compute device and of host memory; equal if there is no device tier */
@@ -1360,8 +1386,8 @@ typedef struct ps_chunk_info {
 typedef struct ps_tier_info {
   char name[16];               /* "device", "host" or "disk": key in the configuration, and name in messages */
   int32_t device, pad;         /* device: id of the device that has the memory; -1 for a file, which no op can read */
-  int64_t budget, chunks, other, free, peak;   /* All are in bytes. budget is 0 if there is no limit. peak is the
-                                                * maximum of the sum of chunks and other tensors. */
+  int64_t budget, chunks, other, free, peak;   /* All fields are in bytes. budget is 0 if there is no limit. peak is
+                                                * the maximum of the sum of chunks and other tensors. */
   int64_t bytes_up, bytes_down;                /* total bytes that were copied from this tier to the tier above, and
                                                 * from the tier above to this tier */
 } ps_tier_info;
@@ -1371,11 +1397,11 @@ typedef struct ps_step_forecast {
   int64_t other[3];            /* bytes of other tensors per tier */
   int64_t fetched[2], evicted[2];   /* bytes per step that are fetched to tier i from the tier below, and evicted from
                                      * tier i to the tier below */
-  int64_t first_fetched[2], first_evicted[2];   /* the same numbers for the next step, which begins with the chunks in
-                                                 * their current places */
-  /* The first op that fits only because other tensors use less memory at its trace index than at their peak.
-   * short_tier: tier on which the op needs its chunks. wanted: total bytes of these chunks, 0 if there is no such op.
-   * left: bytes left for them on that tier. */
+  int64_t first_fetched[2], first_evicted[2];   /* the same numbers for the next step. That step begins with the
+                                                 * chunks in their current places. */
+  /* The first op that fits only because other tensors use less memory during this op than at their peak. short_tier:
+   * tier on which the op needs its chunks. wanted: total bytes of these chunks, 0 if there is no such op. left: bytes
+   * left for them on that tier. */
   int64_t wanted, left, short_tier;
   int64_t resident;            /* bytes of chunks that are always on tier 0, because the last tier has no space for
                                 * them */
@@ -1487,7 +1513,8 @@ int ps_engine_forward_ops(ps_ctx *ctx, int32_t trace, const uint16_t **ops, int3
  * of another virtual stage. */
 int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);
 typedef struct ps_param {
-  ps_tensor *param, *master;           /* master: `param` itself or an fp32 tensor; NULL if another rank owns it */
+  ps_tensor *param, *master;           /* master: `param` itself or an fp32 tensor; NULL if another rank owns the
+                                        * master */
   ps_tensor *state[PS_MAX_STATES];     /* the first n_states entries are the optimizer states. All tensors are on the
                                         * compute device. */
   ps_tensor *host[2 + PS_MAX_STATES];  /* param, master and states for the host; NULL if the host is the compute
@@ -1514,11 +1541,11 @@ enum { PS_TIE_NONE, PS_TIE_USE, PS_TIE_COPY };
  *   PARTIAL: every rank has the whole parameter and computes one addend of its gradient.
  * A PS_TIE_USE has the same value as the first use of its parameter. */
 enum { PS_TP_WHOLE, PS_TP_SPLIT, PS_TP_PARTIAL };
-/* Sets all trained parameters, in ascending order of (vstage, number). Their other uses follow in the same order.
- * Norms are summed in the order of numbers. All parameters of a unit must be in one virtual stage. The call retains
- * the tensors. Returns PS_EINVAL in these cases: the order is wrong; a unit is in two virtual stages; a tie lacks its
- * first use, its ranks or a tensor for its gradient; a shard lacks its tensor-parallel group; a tensor is missing or
- * does not fit. */
+/* Sets all trained parameters, in ascending order of (vstage, number). The other uses (PS_TIE_USE) follow in the same
+ * order. Norms are summed in the order of numbers. All parameters of a unit must be in one virtual stage. The call
+ * retains the tensors. Returns PS_EINVAL in these cases: the order is wrong; a unit is in two virtual stages; a tie
+ * lacks its first use, its ranks or a tensor for its gradient; a shard lacks its tensor-parallel group; a tensor is
+ * missing or does not fit. */
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
 /* Sets the device on which ops see a parameter and its gradient. It is the compute device or the host. Returns
  * PS_EINVAL for another device, or if the tensor is in no chunk. Returns PS_ESTATE if the tensor has a gradient or a
@@ -1537,7 +1564,8 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out);
 int ps_engine_sq_norm_of(ps_ctx *ctx, int32_t first, int32_t n, double *out);
 /* Updates all parameters that this step has not updated yet. The call must be made within the step's update.
  * Gradients are multiplied by the action's scale and then dropped. Returns PS_ESTATE if the step's update is not in
- * progress. Also returns errors of ps_apply. After such an error, a second call updates the other parameters. */
+ * progress. Also returns errors of ps_apply. After such an error, a second call updates the parameters that have not
+ * been updated yet. */
 int ps_engine_update(ps_ctx *ctx);
 /* Drops all gradients. If a gradient was stored in the place of its parameter, the parameter is restored from its
  * master. Returns errors of ps_apply. */
@@ -1550,9 +1578,9 @@ int64_t ps_engine_param_steps(ps_ctx *ctx, int param);
 int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps);
 int ps_engine_param_updated(ps_ctx *ctx, int param);
 int ps_engine_param_scale(ps_ctx *ctx, int param, double scale);
-/* Computes the bytes of other tensors that are on a tier now, but were not there when trace `id` was made. They are
- * garbage, or tensors that stay. *nbytes is 0 if the plan's slack is at least as large. If `adopt` is 1, the next
- * plan includes the bytes. Returns PS_ERANGE if the trace no longer exists. */
+/* Computes the bytes of other tensors that are on a tier now, but were not there when trace `id` was made. These
+ * tensors are either garbage or tensors that stay. *nbytes is 0 if the plan's slack is at least as large as these
+ * bytes. If `adopt` is 1, the next plan includes the bytes. Returns PS_ERANGE if the trace no longer exists. */
 int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes);
 /* Forecasts a step that repeats trace `id`. To do this, it makes the plan of that step. Returns PS_ERANGE if the
  * trace no longer exists. Returns PS_ENOMEM if the step does not fit; ps_error_get_detail then returns the tier and
@@ -1632,9 +1660,9 @@ int ps_file_swap_folder(const char *from, const char *path);
  * `folder` is "" or too long. Can also return PS_ENOMEM. */
 int ps_file_divert(const char *folder);
 /* Returns 1 if a path is diverted, and stores the other path in out [room]. If `writes` is 1, a path is diverted if
- * the file would be written at the other path. If `writes` is 0, a path is diverted if the file was written there and
- * would be read from there. Returns 0 if the path itself is used. Returns PS_EINVAL if an argument is NULL, or
- * PS_ERANGE if `room` is too small. */
+ * the file would be written at the other path. If `writes` is 0, a path is diverted if the file was written at the
+ * other path and would be read from it. Returns 0 if the path itself is used. Returns PS_EINVAL if an argument is
+ * NULL, or PS_ERANGE if `room` is too small. */
 int ps_file_diverted(const char *path, int writes, char *out, int64_t room);
 
 /* -- the process ----------------------------------------------------------------------------------------------------
@@ -1648,8 +1676,8 @@ int64_t ps_rss_peak(void);               /* returns the peak of the process's re
  * of them if this number is more than `most`, if a product writes more than 128 MiB, or if there were too many kinds
  * of products to record. Returns PS_ENOMEM if there is no memory for the operands. Can also return PS_EBACKEND. */
 int ps_products_rehearse(double most, double *operations);
-/* From now on, the first Ctrl-C, SIGTERM or SIGHUP is counted and does not end the process. After that, the next
- * Ctrl-C or SIGTERM ends the process. Returns PS_EINVAL if the system refused to install the handlers. */
+/* From now on, the first Ctrl-C, SIGTERM or SIGHUP is counted and does not end the process. After the first signal,
+ * the next Ctrl-C or SIGTERM ends the process. Returns PS_EINVAL if the system refused to install the handlers. */
 int ps_interrupts_install(void);
 void ps_interrupts_remove(void);
 int ps_interrupts(void);                 /* returns the number of counted signals */
@@ -1673,7 +1701,7 @@ typedef struct ps_pt_value {
   const char *text;            /* text of a STRING, BYTES or NAME (such as "torch.float32"), lent, without a final 0 */
 } ps_pt_value;
 typedef struct ps_pt_tensor {
-  int32_t dtype, ndim;         /* dtype: -1 for an unsupported type. Its name is in `type`. */
+  int32_t dtype, ndim;         /* dtype: -1 for an unsupported type. The type's name is in `type`. */
   int64_t shape[8], stride[8], offset;               /* strides and offset count elements */
   int64_t numel, nbytes, storage_nbytes;             /* nbytes is numel times the element size */
   int32_t storage, pad;        /* storage: id of the storage. Tensors with equal ids share their bytes. */
@@ -1730,9 +1758,8 @@ int ps_group_self(ps_ctx *ctx, ps_group **out);             /* makes a group of 
 int ps_group_pretend(ps_ctx *ctx, int rank, int size, ps_group **out);
 /* Settings by which the ranks of a group find each other. All ranks pass the same values, except for `rank`. */
 typedef struct ps_meeting {
-  /* "tcp://host:port": rank 0 listens at this address, and only while the group is made. "file:///path": rank 0
-   * listens
-   * on a free port and writes its address to the file. */
+  /* "tcp://host:port": rank 0 listens at this address while the group is made.
+   * "file:///path": rank 0 listens on a free port and writes its address to the file. */
   const char *rendezvous;
   const char *run;             /* name that distinguishes this run from other runs, at most 128 bytes; NULL or "" for
                                 * no name */
@@ -1745,7 +1772,7 @@ typedef struct ps_meeting {
                                 * if this is unknown */
   double timeout_s;            /* maximum time in seconds for which making the group, and every call below, can wait */
   double heartbeat_s;          /* A rank that dies, or is silent for this number of seconds, is reported to all ranks
-                                * by name. Their calls then fail. */
+                                * by name. The calls of these ranks then fail. */
 } ps_meeting;
 /* Makes a group of processes with Gloo. Returns PS_EUNSUP if this build has no Gloo. Returns PS_ETIME if not all
  * ranks connected in time. Returns PS_EIO if an address cannot be used or a connection broke. Returns PS_EFORMAT if
@@ -1770,7 +1797,8 @@ int ps_group_number(const ps_group *group);
 /* Returns the total number of bytes of tensors that were sent to other ranks. Bytes are also counted for
  * ps_group_pretend. */
 int64_t ps_group_bytes_sent(const ps_group *group);
-/* Returns the number of those bytes that were sent while matrix products ran. */
+/* Returns the number of bytes, of the bytes that ps_group_bytes_sent counts, that were sent while matrix products
+ * ran. */
 int64_t ps_group_bytes_in_pieces(const ps_group *group);
 /* The next functions let ranks agree on calls by a plan (ps_engine_plan_calls). All ranks call ps_group_plan_begin at
  * the same time, and pass `agreed` 1 if all ranks have the same nonzero hash. The ranks then compare only the index
@@ -1786,9 +1814,10 @@ int64_t ps_group_planned(const ps_group *group);
  * rank that fails in one of the two groups fails in both. As with a collective, all ranks of the parent call this
  * function at the same time. Each rank passes the list of the ranks of its own new group. `ranks` [n] contains ranks
  * of the parent, in the order of the new group. `axis` is the group's name in errors. It has 1 to 15 letters, digits
- * and "_". If no other call orders them, both groups may be used at the same time. Either group may be closed first.
- * Returns PS_EINVAL if the lists of two ranks do not match (an error on all ranks), or if there are already 32 groups
- * over these connections. Can also return PS_ENOMEM. Also returns errors of the calls below. */
+ * and "_". If no other call orders the calls of the two groups, both groups may be used at the same time. Either
+ * group may be closed first. Returns PS_EINVAL if the lists of two ranks do not match (an error on all ranks), or if
+ * there are already 32 groups over these connections. Can also return PS_ENOMEM. Also returns errors of the calls
+ * below. */
 int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *axis, ps_group **out);
 const char *ps_group_axis(const ps_group *group);           /* returns the group's name, or "" if it has all ranks */
 /* Returns the rank's index among all ranks, or PS_EINVAL if there is no such rank. */
@@ -1799,9 +1828,9 @@ int ps_group_world_rank(const ps_group *group, int rank);
  * before the first connection, with equal values on all ranks. */
 void ps_group_devices(ps_group *group, int never, int must);
 /* Connects the devices of the ranks, so that the calls below accept tensors on these devices. Either all ranks call
- * this function, or the first of the calls below does. Returns PS_EUNSUP if a rank cannot connect its device. The
- * message then contains the reason, and the group continues with host memory. Returns PS_ESTATE if another device is
- * already connected. Also returns errors of the calls below. */
+ * this function, or the first collective calls it. Returns PS_EUNSUP if a rank cannot connect its device. The message
+ * then contains the reason, and the group continues with host memory. Returns PS_ESTATE if another device is already
+ * connected. Also returns errors of the collectives below. */
 int ps_group_connect(ps_group *group, ps_ctx *ctx, int device);
 /* Returns the name of the library that sends device memory, such as "nccl", or "" if there is none. */
 const char *ps_group_carrier(const ps_group *group);
@@ -1840,7 +1869,7 @@ int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
  * Other actions of the step become events, before they are performed, in two cases: Lua's garbage should be collected
  * (ps_step_collects), or there is a listener (`tells` of ps_pipe_begin). An error ends the step. ps_pipe_abort then
  * notifies the other ranks, whose calls fail with the text of ps_pipe_abort. Transfers overlap the work. A message is
- * sent when its action ends, and meanwhile the messages for the next action are received. */
+ * sent when its action ends. The messages for the next action are received while the current action runs. */
 typedef struct ps_pipe ps_pipe;
 enum { PS_PIPE_CARRY = 16 };   /* maximum number of tensors that a virtual stage passes to the next one */
 typedef struct ps_pipe_tensor {
@@ -1879,8 +1908,8 @@ void ps_pipe_close(ps_pipe *x);
  * in progress, or PS_ERANGE if there is no such virtual stage or micro-batch. */
 int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tensor *carry);
 /* Sets a virtual clock. By this clock an action takes the time of its cost [vstages], and a message takes the time of
- * its link. Their real times do not matter. If `costs` is NULL, there is no clock, which is the initial state.
- * Returns PS_EINVAL as in ps_pipe_simulate, or PS_ESTATE if a step is in progress. */
+ * its link. The real times of actions and messages do not matter. If `costs` is NULL, there is no clock, which is the
+ * initial state. Returns PS_EINVAL as in ps_pipe_simulate, or PS_ESTATE if a step is in progress. */
 int ps_pipe_clock(ps_pipe *x, const ps_pipe_cost *costs, const ps_pipe_link *link);
 /* Returns the times of the last step by the virtual clock. `spans`, which is lent, contains a span for each action of
  * the row. Returns PS_ESTATE if there is no clock. */
@@ -1898,19 +1927,21 @@ enum { PS_PIPE_PERFORMED = 3 };
 /* Lets micro-batches of later dry rows repeat the effects of an earlier micro-batch instead of being performed in
  * full. The micro-batches [first, end) repeat the effects of micro-batch first - 1 on memory, chunks and other ranks.
  * The step's actions are performed, but only forwards become events. These events have `again` set, so that the
- * caller can collect garbage before them. The inputs have the shapes of the PS_PIPE_PERFORMED - 1 micro-batches
- * before `first`. These micro-batches must have equal effects. Otherwise the row fails with PS_ESTATE, and
- * ps_pipe_differed returns 1. If first == end, no micro-batch repeats another, which is the initial state. Returns
- * PS_ESTATE if a step is in progress. Returns PS_EINVAL if the range contains one of the first PS_PIPE_PERFORMED
- * micro-batches or the last one. */
+ * caller can collect garbage before them. The inputs have the same shapes as in the PS_PIPE_PERFORMED - 1
+ * micro-batches before `first`. These micro-batches must have equal effects. Otherwise the row fails with PS_ESTATE,
+ * and ps_pipe_differed returns 1. If first == end, no micro-batch repeats another, which is the initial state.
+ * Returns PS_ESTATE if a step is in progress. Returns PS_EINVAL if the range contains one of the first
+ * PS_PIPE_PERFORMED micro-batches or the last one. */
 int ps_pipe_repeat(ps_pipe *x, int first, int end);
 /* Returns 1 if the last dry row failed because micro-batches had different effects. The call never fails. */
 int ps_pipe_differed(const ps_pipe *x);
-/* Reports that the caller's collector has run in a dry row. The executor then frees the bytes that waited for this. */
+/* Reports that the caller's collector has run in a dry row. The executor then frees the bytes that it could free only
+ * after a collection. */
 void ps_pipe_collected(ps_pipe *x);
 /* Sets the settings (ps_step_next) of the last BACKWARD or WEIGHT of each virtual stage, and copies them. The call
- * must be made before the first of these actions. The weight in the settings is ignored; it is that of ps_pipe_mark.
- * Without this call the settings are NULL. Returns PS_ESTATE if no step is in progress. Can also return PS_ENOMEM. */
+ * must be made before the first of these actions. The weight in the settings is ignored, because ps_pipe_mark sets
+ * the weight. Without this call the settings are NULL. Returns PS_ESTATE if no step is in progress. Can also return
+ * PS_ENOMEM. */
 int ps_pipe_settings(ps_pipe *x, const ps_action_how *how);
 /* Sets the weight in the step (ps_action_how) of a micro-batch whose YIELD was returned. Without this call the weight
  * is 0. On the rank of the last virtual stage, `root` is the tensor that the script made of the loss. The walk begins

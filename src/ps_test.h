@@ -13,25 +13,25 @@ extern "C" {
 
 /* @cdef */
 /* -- deliberate failures ----------------------------------------------------------------------------------------- */
-/* Makes `count` consecutive allocations fail. Allocations count from 0, starting now, and the first one to fail has
- * the number `nth`. nth -1 turns the failures off. */
+/* Makes `count` consecutive allocations fail. Allocations are numbered from 0, starting now, and the first allocation
+ * that fails has the number `nth`. If nth is -1, the failures are turned off. */
 void ps_test_fail_alloc(int64_t nth, int64_t count);
 int64_t ps_test_fail_alloc_left(void);   /* number of allocations before the first failure; negative after it */
 /* Functions for the disk tier, documented in chunk/disk.h. */
 void ps_test_fail_io(int64_t nth, int64_t count, int code);
 void ps_test_slow_io(double seconds);
 /* Makes operations that write files fail with error `code` (an errno). The operations are reserving, writing, syncing
- * and renaming. They count from 0, starting now. The operations from nth to nth + count - 1 fail. nth -1 turns the
- * failures off. ps_test_fail_file_left returns the number of operations before the first failure, which is negative
- * after it. */
+ * and renaming. The operations are numbered from 0, starting now. The operations from nth to nth + count - 1 fail. If
+ * nth is -1, the failures are turned off. ps_test_fail_file_left returns the number of operations before the first
+ * failure, which is negative after it. */
 void ps_test_fail_file(int64_t nth, int64_t count, int code);
 int64_t ps_test_fail_file_left(void);
 /* Plants a signal. When the next action of this kind and micro-batch has begun, the process waits `seconds` seconds and
  * then raises the signal. */
 void ps_test_signal(int kind, int micro, double seconds, int signal);
 /* Sets how long the end of a group waits until its peers have received its last message. A negative value restores
- * the default. A test can pass more seconds than it may take. It then detects an end that waits for a peer which
- * already has the message, and does not mistake a slow machine for that. */
+ * the default. A test can pass more seconds than the test itself may take. The test then detects an end that waits
+ * for a peer which already has the message. It does not mistake a slow machine for such an end. */
 void ps_test_linger(double seconds);
 /* Shifts the clock of recorded events by this number of nanoseconds. The clocks of two machines can differ in this
  * way. */
@@ -49,8 +49,8 @@ typedef struct ps_plan_chunk {
                                 * contents yet (zeros). Its first use then allocates memory but moves nothing. */
 } ps_plan_chunk;
 /* FETCH: copies from tier + 1 to `tier`. EVICT: copies from `tier` to tier + 1, then drops the copy on `tier`. DROP:
- * drops the copy on `tier`, because another copy is valid, because the contents have ended, or because they end
- * before they are used. */
+ * drops the copy on `tier`, because another copy is valid, because the contents are no longer needed (ps_use.ends),
+ * or because no op uses them before they are no longer needed. */
 enum { PS_MOVE_FETCH, PS_MOVE_EVICT, PS_MOVE_DROP };
 /* The moves of a level are performed in the order of their list. A move may begin when two things have ended: all
  * uses at moments less than `from`, and the first `after` moves of the other level. A use at moment m waits for all
@@ -58,7 +58,8 @@ enum { PS_MOVE_FETCH, PS_MOVE_EVICT, PS_MOVE_DROP };
  * step. */
 typedef struct ps_move {
   int32_t chunk;
-  int32_t from, need;          /* moments. need: moment of the use for which this move fetches or frees memory. */
+  int32_t from, need;          /* moments. need: moment of the use that needs the chunk or the memory that this move
+                                * frees. */
   int32_t after;
   int8_t kind, tier;
   int16_t pad;
