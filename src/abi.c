@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sizes and offsets of the structs that cross the FFI, as this compiler lays them out. The table contains the size of
- * each struct and the offset of its last field. spec/core/abi_spec.lua compares these numbers with the numbers that
- * LuaJIT computes. */
+ * Sizes and offsets of the structs that the C API shares with Lua, as this compiler lays the structs out. The table
+ * contains the size of each struct and the offset of its last field. spec/core/abi_spec.lua compares these numbers
+ * with the numbers that LuaJIT computes. */
 #include "ps_test.h"
 
 #define ENTRY(type, field) { #type, sizeof(type) }, { #type "." #field, offsetof(type, field) },

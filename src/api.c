@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The functions of ps.h that no other file implements: lists of devices, numbers about memory, hashes, and indices of
- * nonzero elements. */
+ * The functions of ps.h that no other file implements. They list devices, report memory use, and compute hashes,
+ * statistics and the indices of nonzero elements. */
 #include <math.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -23,7 +23,7 @@ int ps_tensor_hash(ps_tensor *t, uint64_t *out)
     return 0;
 }
 
-/* Adds the statistics of one block to the statistics of all blocks before it (Chan, Golub, LeVeque 1979). */
+/* Adds the statistics of one block to `all`, the statistics of all earlier blocks (Chan, Golub, LeVeque 1979). */
 static void join_stats(ps_stats *all, const ps_stats *block)
 {
     double n = (double)all->numel, m = (double)block->numel, delta = block->mean - all->mean;
@@ -160,8 +160,9 @@ int64_t ps_memory_available(ps_ctx *ctx, int device)
 
 ps_rng *ps_rng_get(ps_ctx *ctx) { return &ctx->rng; }
 
-/* Appends the indices of the nonzero elements to `rows`. `rows` must have space for n more indices. The code has no
- * branches that depend on the values, because the processor would often mispredict such branches. */
+/* Writes the indices of the nonzero elements of a block to `rows`, and returns their number. `rows` must have space
+ * for n indices. The index of block[0] is `first`. The code has no branches that depend on the values, because the
+ * processor would often mispredict such branches. */
 static int64_t note_nonzero(const double *block, int64_t first, int64_t n, int64_t *rows)
 {
     int64_t count = 0;
@@ -172,7 +173,8 @@ static int64_t note_nonzero(const double *block, int64_t first, int64_t n, int64
     return count;
 }
 
-/* Writes the coordinates of `count` elements as rows of a new tensor. `rows` must have space for the coordinates. */
+/* Makes a tensor of shape [count, ndim] whose rows are the coordinates of `count` elements of t. `rows` contains the
+ * flat indices of these elements. */
 static int write_coordinates(const ps_tensor *t, int64_t *rows, int64_t count, ps_tensor **out)
 {
     ps_tensor *result;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Makes groups of ranks (ps.h). This file connects three layers that do not know each other. They are the transport
- * that carries the bytes, the group in its context, and the ops that exchange data between ranks. These ops dispatch
- * their calls to the group after the group has been made. */
+ * Makes groups of ranks (ps.h). This file connects three layers that do not know each other:
+ *   the transport, which carries the bytes;
+ *   the group, which belongs to a context;
+ *   the ops that exchange data between ranks. They call the group, once it has been made. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 #include "tensor_parallel/ops.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Ctrl-C while Lua runs. The signal handler sets a hook, because nothing else in a running lua_State may be changed
- * by a signal handler. The hook raises an error or pauses the script. A pause opens a prompt. The hook opens it only
- * at an instruction of one of the script's own functions, because psluajit's functions may be in the middle of a
+ * by a signal handler. The hook raises an error or pauses the script. A pause opens a prompt. The hook opens the
+ * prompt only while one of the script's own functions runs, because psluajit's functions may be in the middle of a
  * change. lua/ps/prompt/pause.lua and src/engine/suspend.c handle the effects of a pause on tensors and steps. */
 #include <lauxlib.h>
 #include <unistd.h>
@@ -26,7 +26,8 @@ static void stop_hook(lua_State *L, lua_Debug *ar)
 
 static void pause_hook(lua_State *L, lua_Debug *ar);
 
-/* Compiled loops do not check hooks. If the hook does not run, a further Ctrl-C ends the program. */
+/* Sets a hook at the first Ctrl-C. Compiled loops do not check hooks. If the hook does not run, further Ctrl-C's
+ * print a warning and end the program. */
 static void on_interrupt(int sig)
 {
     static const char warning[] = "\nstill running compiled or native code; press Ctrl-C again to end psluajit\n";
@@ -63,8 +64,9 @@ void interrupt_end(lua_State *L, const interrupt_watch *was)
 }
 
 /* -- pausing ------------------------------------------------------------------------------------------------------ */
-/* Calls a function of lua/ps/prompt/pause.lua that returns one result. The `nargs` arguments are at the top of the
- * stack. If the call fails, this function returns false, and the result is the error message as a string. */
+/* Calls function `function` of lua/ps/prompt/pause.lua with the `nargs` arguments at the top of the stack. Replaces
+ * the arguments by the function's one result. If the call fails, returns false and replaces the arguments by the
+ * error message. */
 static bool call_pause(lua_State *L, const char *function, int nargs)
 {
     int base = lua_gettop(L) - nargs + 1;
@@ -84,8 +86,8 @@ static bool call_pause(lua_State *L, const char *function, int nargs)
 static int yields(lua_State *L) { return lua_yield(L, 0); }
 
 /* Allows hooks to run again. While a hook runs, LuaJIT calls no other hook, so Ctrl-C could not stop a statement that
- * the user types during a pause. LuaJIT leaves this state when a coroutine yields in a hook. The pause therefore runs
- * in a coroutine that yields and is never resumed. */
+ * the user types during a pause. LuaJIT leaves this state when a coroutine yields in a hook. This function therefore
+ * runs a coroutine that yields at once and is never resumed. */
 static void let_hooks_run(lua_State *L)
 {
     lua_State *co = lua_newthread(L);
@@ -94,8 +96,8 @@ static void let_hooks_run(lua_State *L)
     lua_pop(L, 1);
 }
 
-/* Runs a pause, in a stack frame of its own. Returns true if the script cannot be paused now but later; otherwise
- * returns nothing. */
+/* Runs a pause, in a stack frame of its own. Returns true if the script cannot be paused now but can be paused later.
+ * Otherwise returns nothing. */
 static int pause_here(lua_State *L)
 {
     struct sigaction before;
@@ -124,8 +126,8 @@ static int pause_here(lua_State *L)
 }
 
 static const char *source;                /* source of the function that was last passed to is_own */
-static bool source_is_own;                /* result of is_own for this source. It is kept because most instructions
-                                           * belong to the same function as the instruction before. */
+static bool source_is_own;                /* result of is_own for this source. The result is kept because most
+                                           * instructions belong to the same function as the previous instruction. */
 
 /* Returns true if the running function belongs to psluajit. */
 static bool is_own(lua_State *L, lua_Debug *ar)

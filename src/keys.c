@@ -7,8 +7,8 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* keys.stray(t): returns a key of a table that is not one of 1, 2, ... #t, or nil if there is no such key. Calls no
- * metamethods. If the table is a list of modules, it can therefore return the name of a field. */
+/* keys.stray(t): returns a key of a table that is not one of 1, 2, ... #t, or nil if there is no such key. The
+ * function calls no metamethods. For a list of modules it can therefore return the name of a field. */
 static int stray(lua_State *L)
 {
     luaL_checktype(L, 1, LUA_TTABLE);
@@ -33,8 +33,8 @@ static bool fits(lua_State *L, const char *kind)
     return value == floor(value) && !isinf(value);
 }
 
-/* keys.known(options, kinds): returns true if the name of each option is in `kinds` and its value has the kind given
- * there. Returns false also if this function cannot decide, because only Lua can check some kinds. */
+/* keys.known(options, kinds): returns true if `kinds` contains the name of each option and the option's value has the
+ * kind that `kinds` names. Some kinds can be checked only in Lua. For these kinds the function returns false. */
 static int known(lua_State *L)
 {
     luaL_checktype(L, 1, LUA_TTABLE);

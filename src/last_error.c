@@ -6,13 +6,13 @@
  * record lists the ranks that have failed, with hashes of their errors.
  *
  * A rank that fails locks the record. If no listed rank has the same error, the rank prints it. Then the rank adds
- * itself to the list. It does so only after printing, so that a rank which dies before it prints is not listed. If a
- * rank finds itself in the list, the list belongs to another run under the same launcher. The list is then cleared,
- * and the rank prints.
+ * itself to the list. It adds itself only after printing, so that a rank which dies before it prints is not listed.
+ * If a rank finds itself in the list, the list belongs to another run under the same launcher. The list is then
+ * cleared, and the rank prints.
  *
  * A rank can also fail because the watch has notified it of another rank's failure. Its error then repeats the first
- * line of the other rank's error. The rank prints this only if the other rank is not in the list. The other rank then
- * runs on another machine or was killed. */
+ * line of the other rank's error. The rank prints its error only if the other rank is not in the list. In that case
+ * the other rank runs on another machine or was killed. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <dirent.h>
@@ -70,7 +70,7 @@ static void print(const char *name, const char *text)
 
 /* Returns whether standard error is the pipe on which a launcher (lua/ps/launch/supervisor.lua) reads this rank's
  * errors. PS_LAUNCHER_STDERR contains the inode of that pipe. The inode is compared because a process may inherit the
- * variable but write its errors elsewhere. */
+ * variable but write its errors to another file. */
 static bool launcher_reads(void)
 {
     const char *text = getenv("PS_LAUNCHER_STDERR");
@@ -121,8 +121,9 @@ static bool parent_of(long pid, long *parent, unsigned long long *start)
                   parent, start) == 2;
 }
 
-/* Returns true if a process was started with the variable. If the process belongs to another user, its environment
- * cannot be read, and the result is false. That is correct, because such a process is not a rank's shell. */
+/* Returns true if process `pid` was started with the environment variable `name`. If the process belongs to another
+ * user, its environment cannot be read, and the result is false. That is correct, because such a process is not a
+ * rank's shell. */
 static bool has_variable(long pid, const char *name, char *buffer)
 {
     ssize_t n = read_proc("environ", pid, buffer, MAX_ENVIRONMENT);
@@ -132,8 +133,8 @@ static bool has_variable(long pid, const char *name, char *buffer)
     return false;
 }
 
-/* Finds the launcher. It is the nearest ancestor that does not have the rank's variable. Shells between the launcher
- * and this process do have the variable. */
+/* Finds the launcher. The launcher is the nearest ancestor process that does not have the rank's variable. Shells
+ * between the launcher and this process do have the variable. */
 static bool find_launcher(const char *rank_variable, long *pid, unsigned long long *start)
 {
     char *buffer = malloc(MAX_ENVIRONMENT);
@@ -170,12 +171,11 @@ static uint64_t hash_words(const char *text, size_t n)
 
 /* Hashes of the errors that a rank compares. A rank is notified if the watch reports another rank's failure to it. */
 typedef struct words {
-    uint64_t all;                          /* hash of the error; if the rank was notified, only of the verdict */
+    uint64_t all;                          /* hash of the error; if the rank was notified, hash of the verdict only */
     uint64_t first;                        /* hash of the error's first line, which other ranks receive; 0 if the rank
-                                            * was
-                                            * notified */
-    uint64_t cause;                        /* hash of the first line of the other rank's error if the rank was
-                                            * notified; otherwise 0 */
+                                            * was notified */
+    uint64_t cause;                        /* if the rank was notified, hash of the first line of the other rank's
+                                            * error; otherwise 0 */
 } words;
 
 static words words_of(const char *text)
@@ -246,7 +246,7 @@ static int open_record(const char *path, bool *made)
         }
         *made = file.st_size == 0;
         if (file.st_nlink > 0) return fd;
-        close(fd);                               /* meanwhile the last rank has removed this file */
+        close(fd);                               /* the last rank removed this file after it was opened */
     }
     return -1;
 }
@@ -275,8 +275,8 @@ static long ranks_here(void)
 
 static bool reported;                      /* true if this process has reported an error; it can report two */
 
-/* Locks the record and prints the text, unless a listed rank has already printed it. Returns false if nothing was
- * printed or recorded. */
+/* Locks the record and prints the text, unless a listed rank has already printed the same text. Adds this rank to the
+ * record. Returns false if the record cannot be used; nothing was then printed. */
 static bool print_by_record(const char *path, long rank, const char *name, const char *text)
 {
     char *list = malloc(MAX_RECORD), line[64];

@@ -6,6 +6,6 @@
 /* Prints "NAME: TEXT" on standard error. `name` can be NULL. Under psluajit's own launcher each line gets a mark, and
  * the launcher shows the error once. Under torchrun, Open MPI, MPICH and Slurm, a rank does not print a text that
  * another rank on the same machine has already printed on the same standard error. The rank waits at most one second
- * to find out whether this is so. If it cannot find out, it prints the text. */
+ * for the record of printed errors. If it cannot read the record, it prints the text. */
 void last_error(const char *name, const char *text);
 #endif

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * psluajit, the program. It is a LuaJIT interpreter that behaves like `luajit` (options, arg, exit codes, LUA_INIT)
- * and that also finds the Lua half of the engine. The program owns the lua_State. It closes the state whenever the
- * process ends in an ordinary way, including os.exit, so that finalizers run. This file deals with one process and
- * one thread.
+ * and that also finds the Lua half of the engine. The program owns the lua_State. Whenever the process ends in an
+ * ordinary way, including os.exit, the program closes the state so that finalizers run. This file uses one process
+ * and one thread.
  *
- * The tree of Lua files is called ROOT. It is found by the path of the executable. ROOT is the first of the following
- * folders that exists: a folder named in the file `psluajit.root` next to the executable (relative to that file or
- * absolute); the folder above the executable's folder, which is the tree if the executable is in build/ in the tree;
- * the data folder of an installation. */
+ * The folder that contains the Lua files is called ROOT. It is found from the path of the executable. ROOT is the
+ * first of the following folders that exists:
+ *   a folder named in the file `psluajit.root` next to the executable, by an absolute path or relative to that file;
+ *   the folder above the executable's folder, if the executable is in build/ in the source tree;
+ *   the data folder of an installation. */
 #include <errno.h>
 #include <fcntl.h>
 #include <lauxlib.h>
@@ -50,7 +51,7 @@ struct program {
     char **argv;
     const char *name;            /* program name, which precedes messages */
     int script;                  /* index of the script in argv, or argc if there is no script */
-    const char *wrong;           /* the option at which parse_options stopped */
+    const char *wrong;           /* the last option that parse_options read */
     bool show_help, show_version, show_build, interactive, no_env, executes, bytecode, stdin_script;
     bool dry_run;                /* --dry-run was given; the remaining arguments are passed to tools/plan.lua */
     bool pauses;                 /* true if Ctrl-C pauses the script */
@@ -104,8 +105,8 @@ static void print_version(bool build)
 /* -- protected calls ----------------------------------------------------------------------------------------------- */
 
 /* Passes the message at index 1 through a function of lua/ps/core/caller.lua.
- *   "at": if the message begins with a line of psluajit's own Lua files, that line is replaced by the line in the
- *   script.
+ *   "at": if the message begins with a position in psluajit's own Lua files, replaces this position by a position in
+ *   the script.
  *   "trace": removes the frames of psluajit's own files from a traceback.
  *   "described": turns an error that is not a string into a text. */
 static void by_caller(lua_State *L, const char *function)
@@ -134,10 +135,11 @@ static void keep_locals(lua_State *L)
     lua_settop(L, 1);
 }
 
-/* A Lua function that is below all others on the stack. It calls its first argument with all its arguments. It exists
- * because LuaJIT searches the stack downwards for a Lua function when it abandons a trace. It needs this function for
- * its trace event, to which lua/ps/core/ffi.lua listens. The search does not stop at the end of the stack. If a script
- * or a statement ends in a tail call of a C function, the stack contains no other Lua function. */
+/* The floor: a Lua function that is below all other functions on the stack. It calls its first argument with all its
+ * arguments. When LuaJIT abandons a trace, it searches the stack downwards for a Lua function. LuaJIT needs this
+ * function for its trace event, to which lua/ps/core/ffi.lua listens. The search does not stop at the end of the
+ * stack. If a script or a statement ends in a tail call of a C function, the floor is the only Lua function on the
+ * stack. */
 static const char floor_text[] = "(...)(...)", floor_name[] = "=(psluajit)";
 static const char floor_frame[] = "\n\t(psluajit):";
 
@@ -267,8 +269,8 @@ static void find_paths(struct program *p)
 }
 
 /* Implements require "ps.paths", a table { root, exe, gen, installed, version, pauses, interprets }. root and gen are
- * nil if they do not exist. pauses is true if Ctrl-C pauses the script. interprets is true if none of the script's
- * functions is compiled. */
+ * nil if they do not exist. pauses is true if Ctrl-C pauses the script. interprets is true if all of the script's
+ * functions are interpreted and none is compiled. */
 static int load_paths(lua_State *L)
 {
     const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
@@ -292,7 +294,8 @@ static int load_cdef(lua_State *L)
     return 1;
 }
 
-/* Implements require "ps.ops_generated". Finds gen/ops.lua in a build tree, or the installed copy of that file. */
+/* Implements require "ps.ops_generated". Returns the path of gen/ops.lua in a build tree, or the path of the
+ * installed copy of that file. */
 static int load_ops(lua_State *L)
 {
     const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
@@ -349,7 +352,7 @@ static void add_suggestions(lua_State *L)
 }
 
 /* Replaces some of Lua's functions before the first line of the script runs. The new functions for lists also support
- * lists of modules. The functions that make coroutines are replaced too. */
+ * lists of modules. The functions that make coroutines are replaced as well. */
 static void load_replacements(lua_State *L)
 {
     int top = lua_gettop(L);
@@ -360,8 +363,8 @@ static void load_replacements(lua_State *L)
 
 static const char no_checkpoint[] = "its checkpoint could not be completed";
 
-/* Waits until a checkpoint that is being written in the background is complete. It is called before the process ends.
- * Returns false if writing the checkpoint failed. */
+/* Waits until a checkpoint that is being written in the background is complete. Must be called before the process
+ * ends. Returns false if writing the checkpoint failed. */
 static bool finish_checkpoint(lua_State *L, bool failed)
 {
     bool ok = true;
@@ -381,8 +384,9 @@ static bool finish_checkpoint(lua_State *L, bool failed)
     return ok;
 }
 
-/* Waits, before a normal end, until the device exchanges with other ranks are finished. If an exchange failed, the
- * reason is sent to the other ranks and printed on stderr. */
+/* Waits until exchanges of device memory with other ranks are finished. Must be called before a normal end of the
+ * process. If an exchange failed, the reason is sent to the other ranks and printed on stderr, and the result is
+ * false. */
 static bool finish_exchanges(void)
 {
     char why[1000];
@@ -427,7 +431,7 @@ static void wrap_os_exit(lua_State *L)
 
 /* Lua code for LuaJIT's own options. It is in Lua because the options need LuaJIT's jit.* modules, which are in Lua.
  * The arguments are the option's letter and text (-j, -O), or "b" and the arguments of jit.bcsave. The code uses tail
- * calls, so that messages do not contain a line of this code. */
+ * calls, so that error messages do not contain line numbers of this code. */
 static const char jit_options[] =
     "local kind, text = ...\n"
     "local function module(name)\n"
@@ -534,7 +538,7 @@ static int run_options(struct program *p, lua_State *L)
     return 0;
 }
 
-/* Runs the option -b. All other words of the command line are passed to jit.bcsave. */
+/* Runs the option -b. The other words of the command line are passed to jit.bcsave. */
 static int run_bytecode(struct program *p, lua_State *L)
 {
     int first = 2;
@@ -585,9 +589,9 @@ static const char *push_own_path(const struct program *p, lua_State *L, const ch
     return lua_pushfstring(L, "%s%s%s%s", p->root, places[place], name, is_bare(name) ? ".lua" : "");
 }
 
-/* Finds the path of script `name`. If a file with this name exists, the path is the name itself. Otherwise it is in
- * the first of the folders ROOT/examples, ROOT/tools and ROOT that contains the script. A name that starts with / or
- * . is not searched for in these folders. Pushes the path, or pushes a message and returns false. */
+/* Finds the path of script `name`. If a file with this name exists, the path is the name itself. Otherwise the path
+ * is in the first of the folders ROOT/examples, ROOT/tools and ROOT that contains the script. A name that starts with
+ * / or . is not searched for in these folders. Pushes the path, or pushes a message and returns false. */
 static bool push_script_path(const struct program *p, lua_State *L, const char *name)
 {
     int err;
@@ -614,7 +618,8 @@ static bool push_script_path(const struct program *p, lua_State *L, const char *
     return false;
 }
 
-/* Sets the global `arg`. The script has index 0. Its arguments follow it. The program and its options precede it. */
+/* Sets the global `arg`. The script has index 0, its arguments have positive indices, and the program and its options
+ * have negative indices. */
 static void set_arg(lua_State *L, const struct program *p, const char *script)
 {
     lua_createtable(L, p->argc - p->script, p->script);
@@ -634,8 +639,8 @@ static bool may_pause(const struct program *p, const char *path)
     return strncmp(real, tools, strlen(tools)) != 0;
 }
 
-/* If psluajit has a script of its own with this name, adds that fact to the syntax error at the top of the stack. For
- * example, the user's file "data" may contain data and not a script. */
+/* If psluajit has a script of its own with the script's name, adds a sentence about it to the syntax error at the top
+ * of the stack. For example, the user's file "data" may contain data and not a script. */
 static void add_hidden(const struct program *p, lua_State *L)
 {
     const char *name = p->argv[p->script];
@@ -651,7 +656,8 @@ static void add_hidden(const struct program *p, lua_State *L)
 }
 
 /* Runs the script. Sets *ran to true if the script was read and has run. If a prompt will open when the script fails,
- * its functions are interpreted. Compiled code would show old values of variables at that prompt. */
+ * the script's functions are interpreted. If they were compiled, the prompt would show old values of their
+ * variables. */
 static int run_script(struct program *p, lua_State *L, const char *path, bool *ran)
 {
     int nargs = p->argc - p->script - 1, status = luaL_loadfile(L, path);
@@ -729,8 +735,8 @@ static int protected_main(lua_State *L)
 }
 
 /* Opens /dev/null in place of stdin, stdout and stderr if the program was started with these descriptors closed.
- * Otherwise the program's own files would get these descriptors, and its output would be written into the files.
- * Returns false if no file can be opened. */
+ * Otherwise files that the program opens later would get these descriptors, and its output would be written into
+ * these files. Returns false if no file can be opened. */
 static bool open_stdio(void)
 {
     int fd;
@@ -743,7 +749,7 @@ static bool open_stdio(void)
     return fd >= 0 || fcntl(STDERR_FILENO, F_GETFD) >= 0;
 }
 
-/* Called at exit, after finalizers have printed. If output was lost, the program's exit status reports a failure. */
+/* Called at exit, after finalizers have printed. If output could not be written, the program exits with a failure. */
 static void check_stdout(void)
 {
     errno = 0;
@@ -764,7 +770,8 @@ static int on_floor(lua_State *L)
     return 0;
 }
 
-/* Returns the option that the user probably meant by a wrong option, as the last part of an error message. */
+/* Returns the last part of the error message about the wrong option `w`. It names the option that the user probably
+ * meant. */
 static const char *meant(const char *w)
 {
     if (strncmp(w, "--hardware", 10) == 0) return " without --dry-run before it";

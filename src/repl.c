@@ -38,7 +38,7 @@ struct repl {
     size_t line_size;
     repl_mode mode;
     int environment;             /* environment of statements: a registry reference, or LUA_NOREF for the globals */
-    bool keeps;                  /* true if the loaded chunk ends with a call of keep_locals, which is its argument */
+    bool keeps;                  /* true if the loaded chunk ends with a call of its argument, which is keep_locals */
     int pretty, complete;        /* registry references of the functions ps.pretty format and ps.complete tab, or
                                   * LUA_NOREF */
 };
@@ -64,7 +64,8 @@ static void catch_signal(int sig)
 /* -- reading a line ---------------------------------------------------------------------------------------------- */
 
 /* Reads one byte from the terminal. Returns 1 for a byte, 0 at the end of input, or -1 if the read was interrupted.
- * Handles changes of the terminal's size, and the return of the process to the foreground. */
+ * If the terminal's size has changed, or if the process has returned to the foreground, redraws the line and
+ * continues to read. */
 static int get_byte(EditLine *el, unsigned char *out)
 {
     for (;;) {
@@ -85,7 +86,7 @@ static int get_byte(EditLine *el, unsigned char *out)
     }
 }
 
-/* Reads one character. Bytes that are not text in the terminal's encoding are returned one at a time. */
+/* Reads one character. A byte that is invalid in the terminal's encoding is returned as a character. */
 static int get_char(EditLine *el, wchar_t *out)
 {
     mbstate_t state;
@@ -136,7 +137,7 @@ static const char *read_line(struct repl *r, bool first)
         el_resize(r->el);
         catch_signal(SIGINT), catch_signal(SIGWINCH), catch_signal(SIGCONT);
         text = el_gets(r->el, &count);
-        signal(SIGWINCH, SIG_DFL), signal(SIGCONT, SIG_DFL);     /* SIGINT stays caught until the statement runs */
+        signal(SIGWINCH, SIG_DFL), signal(SIGCONT, SIG_DFL);     /* on_signal handles SIGINT until the statement runs */
         if (text && count > 0) return text;
         if (interrupted) fputs("^C\n", stdout);
         return NULL;
@@ -170,7 +171,7 @@ static void set_history_path(struct repl *r)
     else make_folders(r->history_path);
 }
 
-/* Reads the history. If the file is twice as long as the history that is kept, it is rewritten with its last lines. */
+/* Reads the history. If the file has more than twice HISTORY_LINES lines, it is rewritten with its last lines. */
 static void load_history(struct repl *r)
 {
     HistEvent ev;
@@ -191,7 +192,7 @@ static void load_history(struct repl *r)
     fclose(f);
 }
 
-/* Adds a text to the history. The text ends with a newline. */
+/* Adds the first line of a text to the history, and appends it to the history file. */
 static void remember(struct repl *r, const char *text)
 {
     HistEvent ev;
@@ -215,8 +216,8 @@ static int terminal_columns(void)
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
 }
 
-/* Calls complete.tab(text before the cursor, columns, environment). It returns the text to insert and the text to
- * show below the line. */
+/* Completes the text before the cursor. Calls complete.tab(text, columns, environment), which returns the text to
+ * insert and the text to show below the line. */
 static unsigned char on_tab(EditLine *el, int ch)
 {
     struct repl *r;
@@ -307,8 +308,9 @@ static bool is_incomplete(lua_State *L, int status, int index)
     return status == LUA_ERRSYNTAX && text && n >= m && strcmp(text + n - m, mark) == 0;
 }
 
-/* Copies the local variables of a statement into the environment, which is the upvalue. It is called at the end of a
- * statement, so that the next statement can use the variables. The user can therefore paste a script line by line. */
+/* Copies the local variables of the calling statement into the environment, which is the upvalue of this function. A
+ * statement calls it at its end, so that the next statement can use the variables. The user can therefore paste a
+ * script line by line. */
 static int keep_locals(lua_State *L)
 {
     lua_Debug caller;
@@ -326,8 +328,8 @@ static int keep_locals(lua_State *L)
     return 0;
 }
 
-/* Loads a statement of n bytes, followed by a call that keeps its local variables. If the statement ends with
- * `return`, there is no such call. */
+/* Loads a statement of n bytes. Adds a call of keep_locals at the statement's end, unless the statement ends with
+ * `return`. */
 static int load_statement(struct repl *r, const char *text, size_t n)
 {
     lua_State *L = r->L;
@@ -371,7 +373,7 @@ static int load_text(struct repl *r)
 
 enum { ENDED = -1, CONTINUED = -2, ABORTED = -3 };
 
-/* Returns whether the line consists only of this word. */
+/* Returns whether the line consists of this word, with optional blanks and semicolons. */
 static bool is_word(const char *line, const char *word)
 {
     size_t n = strlen(word);
@@ -387,8 +389,8 @@ static const char *stands_for(const char *line)
     return NULL;
 }
 
-/* Returns whether a line ends the prompt. Such a line is "exit" or "quit", or a call of a function of this name. If
- * the user has given the name a value, the line does not end the prompt. */
+/* Returns whether a line ends the prompt. The lines "exit", "quit", "exit()" and "quit()" end the prompt. If the user
+ * has given the name `exit` or `quit` a value, a line with this name does not end the prompt. */
 static bool leaves(struct repl *r, const char *line)
 {
     static const char *const words[][2] = { { "exit", "exit()" }, { "quit", "quit()" } };
@@ -405,8 +407,8 @@ static bool leaves(struct repl *r, const char *line)
     return found;
 }
 
-/* Returns the line without the prompt that precedes it in listings, so that a listing can be pasted. No statement
- * begins with ">". */
+/* Removes a prompt from the begin of the line, so that the user can paste a listing that contains prompts. No
+ * statement begins with ">". */
 static const char *without_prompt(const char *line, bool first)
 {
     size_t n = first ? 1 : 2;
@@ -415,8 +417,8 @@ static const char *without_prompt(const char *line, bool first)
 }
 
 /* Reads lines until they form a statement, and loads the statement. Returns 0 with a function on the stack, an error
- * status with a message on the stack, or ENDED at the end of input. In a pause, the words "continue" and "abort" are
- * not statements. */
+ * status with a message on the stack, or ENDED at the end of input. In a pause, returns CONTINUED for the word
+ * "continue" and ABORTED for the word "abort". */
 static int read_statement(struct repl *r)
 {
     lua_State *L = r->L;
@@ -466,7 +468,8 @@ static int read_statement(struct repl *r)
     }
 }
 
-/* Prints a message and its traceback. Frames below the statement itself are left out. */
+/* Prints the message at the top of the stack, with its traceback. Frames below the statement's own frame are left
+ * out. */
 static void print_error(lua_State *L)
 {
     static const char title[] = "\nstack traceback:";

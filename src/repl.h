@@ -20,8 +20,8 @@ typedef enum repl_mode {
 
 /* Reads and runs statements until the end of input. Errors are printed and do not end the loop. `interactive` is true
  * if a person uses a terminal. Lines are then edited and kept in a history. Otherwise lines are read without the line
- * editor, but with prompts. `version` is NULL in a pause, which has no banner. Returns true if a paused script is to
- * continue, after the word "continue" or at the end of input. Returns false if the script is to be aborted, after the
- * word "abort". */
+ * editor, but with prompts. `version` is NULL in a pause, which has no banner. Returns true if a paused script should
+ * continue: the user typed "continue", or the input ended. Returns false if the script should be aborted: the user
+ * typed "abort". */
 bool repl_run(lua_State *L, const char *version, bool interactive, repl_mode mode);
 #endif
