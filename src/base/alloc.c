@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* until_failure counts down to the first failure. While it is between 0 and -failures + 1, allocations fail. */
+/* until_failure counts down to the first failure. Allocations fail while until_failure is at most 0 and greater than
+ * -failures. */
 static atomic_llong until_failure = -1, failures;
 
 bool ps_alloc_should_fail(void)

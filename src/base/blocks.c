@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Unpacks blocks of packed numbers. The results have the same bits as those of ggml, or for NF4 those of
- * bitsandbytes, because each value is computed by the same fp32 operations in the same order. d and m are fp16 scales
- * of a block. qs are the low bits of its numbers, and qh are their high bits. */
+ * Unpacks blocks of packed numbers. The results have the same bits as the results of ggml, and for NF4 the same bits
+ * as the results of bitsandbytes, because each value is computed by the same fp32 operations in the same order. d and
+ * m are fp16 scales of a block. qs are the low bits of its numbers, and qh are their high bits. */
 #include "base/blocks.h"
 #include "base/half.h"
 #include <math.h>
@@ -115,8 +115,8 @@ void ps_unpack_mxfp4(const uint8_t *s, float *out)
 
 /* -- blocks of 256 numbers; the parts of a block have scales of their own ---------------------------------------- */
 /* A block consists of 16 bytes of scales, 64 bytes of values, d, and dmin. Each byte of scales contains the scale and
- * the minimum of 16 values. Each group of 32 bytes of values contains 128 values: value 32 k + i is in bits 2 k and 2
- * k + 1 of byte i. */
+ * the minimum of 16 values. Each group of 32 bytes of values contains 128 values: value 32 * k + i is in bits 2 * k
+ * and 2 * k + 1 of byte i. */
 void ps_unpack_q2_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
@@ -128,7 +128,7 @@ void ps_unpack_q2_k(const uint8_t *s, float *out)
 }
 
 /* A block consists of 32 bytes of high bits, 64 bytes of low bits in the layout of Q2_K, 12 bytes that contain 16
- * scales of 6 bits each, and d. If its high bit is 0, 4 is subtracted from a value. */
+ * scales of 6 bits each, and d. If the high bit of a value is 0, 4 is subtracted from the value. */
 void ps_unpack_q3_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 32, *scales = s + 96;
@@ -156,7 +156,8 @@ void ps_unpack_q4_k(const uint8_t *s, float *out)
     }
 }
 
-/* Like Q4_K, with 32 bytes of fifth bits before the values. Bit p of byte k belongs to value k of part p. */
+/* Like Q4_K, but each value has 5 bits. The fifth bits are in 32 bytes before the values. Bit p of byte k belongs to
+ * value k of part p. */
 void ps_unpack_q5_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 16, *qs = s + 48;
@@ -174,7 +175,7 @@ void ps_unpack_q5_k(const uint8_t *s, float *out)
 
 /* A block consists of 128 bytes of low nibbles, 64 bytes of high bits, 16 scales of 8 bits, and d. Each half of a
  * block has 128 values. They are in 64 bytes of nibbles with the layout of Q4_K, and in 32 bytes of high bits. The
- * high bits of value 32 k + i are bits 2 k and 2 k + 1 of byte i. */
+ * high bits of value 32 * k + i are bits 2 * k and 2 * k + 1 of byte i. */
 void ps_unpack_q6_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 128, *scales = s + 192;
@@ -186,8 +187,8 @@ void ps_unpack_q6_k(const uint8_t *s, float *out)
     }
 }
 
-/* A block consists of d, a u16 that contains the high bits of 8 scales, 4 bytes that contain their low bits, and 128
- * bytes of values. The values form 8 parts in the layout of IQ4_NL. */
+/* A block consists of d, a u16 that contains the high bits of 8 scales, 4 bytes that contain the low bits of the
+ * scales, and 128 bytes of values. The values form 8 parts in the layout of IQ4_NL. */
 void ps_unpack_iq4_xs(const uint8_t *s, float *out)
 {
     float d = half_at(s);
@@ -204,8 +205,8 @@ void ps_unpack_iq4_xs(const uint8_t *s, float *out)
 }
 
 /* -- NF4 ----------------------------------------------------------------------------------------------------------- */
-/* A block consists of the absolute maximum in fp32 and 32 bytes of values. Value 2 k is in the high half of byte k,
- * and value 2 k + 1 is in its low half. */
+/* A block consists of the absolute maximum in fp32 and 32 bytes of values. Value 2 * k is in the high half of byte k,
+ * and value 2 * k + 1 is in the low half. */
 static void nf4_times(float most, const uint8_t *s, float *out)
 {
     for (int k = 0; k < 32; k++) {

@@ -18,9 +18,10 @@ typedef struct ps_blocks {
 /* Returns the type of blocks with this id, or NULL if there is no such type. */
 const ps_blocks *ps_blocks_of(int64_t number);
 
-/* Products of at most PS_PACKED_ROWS rows of x read the blocks directly. If linear_packed has the attribute int8, the
- * rows of x are first rounded to 8 bits, in parts of PS_INT8_PART elements. A part becomes x = d q. d is the largest
- * magnitude of the part divided by 127. q is x / d, rounded to the nearest integer, ties to even. */
+/* Products with at most PS_PACKED_ROWS rows of x read the blocks directly. If the attribute int8 of the op
+ * linear_packed is set, the rows of x are first rounded to 8 bits, in parts of PS_INT8_PART elements. A part becomes
+ * x = d * q. d is the largest magnitude of the part divided by 127. q is x / d, rounded to the nearest integer, ties
+ * to even. */
 enum { PS_PACKED_ROWS = 4, PS_INT8_PART = 32 };
 /* Returns true if the attribute int8 changes products with blocks of this type. */
 static inline int ps_blocks_int8(int type)
@@ -31,10 +32,10 @@ static inline int ps_blocks_int8(int type)
 
 /* NF4 with double quantization. A block consists of an 8-bit code of its scale and 32 bytes of values. The blocks of
  * a weight are numbered in row-major order. The weight's fp32 scales begin with PS_SCALES_HEAD numbers, which are the
- * offset and the values of the 256 codes. After them there is one absolute maximum for each PS_SCALES_GROUP blocks. */
+ * offset and the values of the 256 codes. After these numbers there is one absolute maximum for each group of
+ * PS_SCALES_GROUP blocks. */
 enum { PS_SCALES_HEAD = 257, PS_SCALES_GROUP = 256 };
-/* Returns the scale of block `number` of a weight. Like bitsandbytes, it rounds the result of both operations to
- * fp32. */
+/* Returns the scale of block `number` of a weight. Like bitsandbytes, it rounds the product and the sum to fp32. */
 static inline float ps_blocks_double_scale(const uint8_t *block, const float *scales, int64_t number)
 {
     return scales[1 + block[0]] * scales[PS_SCALES_HEAD + number / PS_SCALES_GROUP] + scales[0];

@@ -8,7 +8,8 @@
 
 enum { PS_REMAINDER, PS_FMOD, PS_FLOOR_DIVIDE };
 
-/* Divides floats of any type. They are passed as doubles. The caller must round the result to their type. */
+/* Divides two floats of any type, which are passed as doubles. The caller must round the result to the type of the
+ * floats. */
 PS_BOTH double ps_divide(int kind, double a, double b)
 {
     if (kind == PS_FLOOR_DIVIDE && b == 0) return a / b;

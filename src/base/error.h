@@ -17,7 +17,7 @@ int ps_fail_at(int code, const char *file, int line, const char *fmt, ...) __att
     (ps_fail(code, __VA_ARGS__), ps_error_set_room(sub, tier, wanted, left))
 /* Fails with an error that rank `rank` caused. */
 #define ps_fail_rank(code, rank, ...) (ps_fail(code, __VA_ARGS__), ps_error_set_rank(rank))
-/* Each function adds details to the thread's last error, and returns the code of that error. */
+/* Each of these functions sets details of the thread's last error, and returns the code of that error. */
 int ps_error_set_sub(int sub);
 int ps_error_set_room(int sub, int tier, int64_t wanted, int64_t left);
 int ps_error_set_rank(int rank);

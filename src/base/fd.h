@@ -10,9 +10,9 @@
 /* Alignment in bytes of transfers that bypass the page cache (O_DIRECT). It applies to offset, size and address. */
 enum { PS_DIRECT_ALIGN = 4096 };
 
-/* Moves a descriptor from open() to a number above 2, and returns the new descriptor. A script may have closed stdin,
- * stdout or stderr. A print would then write into a file that got the number of one of these streams. If the
- * descriptor is -1, returns -1 and keeps errno. */
+/* Moves a descriptor from open() to a number above 2, and returns the new descriptor. If a script has closed stdin,
+ * stdout or stderr, open() returns the number of the closed stream. A print would then write into the opened file. If
+ * the descriptor is -1, returns -1 and keeps errno. */
 static inline int ps_fd_above_stdio(int fd)
 {
     if (fd < 0 || fd > STDERR_FILENO) return fd;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Converts bf16 and fp16 values, stored as uint16_t, by integer arithmetic. The conversions round to nearest, ties to
- * even. NaN stays NaN. A value too large for fp16 becomes infinity. Subnormals are kept. The vector kernels produce
- * the same bits. */
+ * Converts fp32 values to bf16 and fp16 and back, by integer arithmetic. bf16 and fp16 values are stored as uint16_t.
+ * The conversions round to nearest, ties to even. NaN stays NaN. A value too large for fp16 becomes infinity.
+ * Subnormals are kept. The vector kernels produce the same bits. */
 #ifndef PS_BASE_HALF_H
 #define PS_BASE_HALF_H
 #include <stdbool.h>

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The hash of all contents: 64-bit XXH3, computed with the widest vectors of this processor. No other hash is used. */
+ * 64-bit XXH3, computed with the widest vectors of this processor. The engine uses this hash for all contents, and no
+ * other hash. */
 #include <xxh_x86dispatch.h>
 #include "ps.h"
 

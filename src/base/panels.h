@@ -10,9 +10,8 @@
 static inline int64_t ps_panel_rows(int64_t N, int64_t V)
 {
     enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* NUMEL: maximum number of logits in a panel (32 MiB
-                                                                * in
-                                                                * bf16). LEAST, MOST: minimum and maximum number of
-                                                                * rows. */
+                                                                * in bf16). LEAST: minimum number of rows. MOST:
+                                                                * maximum number of rows. */
     int64_t rows = NUMEL / V;
     rows = rows < LEAST ? LEAST : rows > MOST ? MOST : rows;
     if (rows >= N) return N;

@@ -11,7 +11,7 @@ typedef struct ps_philox { uint32_t v[4]; } ps_philox;
 
 /* Returns the sample number for the dropout of a segment in a packed row. The number is relative to the row's own
  * number, modulo 2^32. `begin` is the first position of the segment. The multiplier is 2^32 divided by the golden
- * ratio. It spreads the numbers, so that segments of nearby rows rarely have the same number.
+ * ratio. The multiplier spreads the numbers, so that segments of nearby rows rarely have the same number.
  * lua/ps/tensor/functional.lua computes the same numbers. */
 PS_BOTH uint64_t ps_segment_sample(int64_t begin) { return (uint64_t)begin * 0x9E3779B1u; }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ring buffer of events. A writer reserves a number, then fills the place of that number, then stores the number
- * there. A reader compares the number, and so detects a place that is being overwritten. */
+ * The ring buffer of events. A writer reserves a number, fills the place in the ring that belongs to the number, and
+ * then stores the number in the place. A reader compares the number in the place before and after it copies the
+ * event. It thereby detects that the place is being overwritten. */
 #include "base/record.h"
 #include <signal.h>
 #include <string.h>
@@ -15,7 +16,7 @@ int64_t ps_flops_sum;
 int32_t ps_record_run;
 
 /* A ring of events. When a larger ring replaces it, the smaller ring is kept, because a thread that began to write
- * before the replacement may still write into it. */
+ * before the replacement may still write into the smaller ring. */
 typedef struct ring {
     struct ring *smaller;
     int64_t room;                              /* capacity in events */
@@ -34,8 +35,8 @@ static _Thread_local struct { int64_t began; bool open, planned; } step;
 static _Thread_local struct { int64_t began; ps_action is; } action;
 static struct { int kind, micro, signal; double seconds; } planted;     /* signal of ps_test_signal */
 
-/* Modules whose calls are in progress, outermost first. If there are more than DEEPEST modules, only their number is
- * counted. */
+/* Modules whose calls are in progress, outermost first. If more than DEEPEST modules are nested, the inner modules
+ * are counted but not stored. */
 enum { DEEPEST = 128 };
 static struct { int64_t began; int32_t id; } modules[DEEPEST];
 static int32_t depth;
@@ -225,7 +226,7 @@ int32_t ps_record_module(int32_t id)
 int ps_module_enter(int id)
 {
     if (depth < DEEPEST) {
-        modules[depth].id = ps_record_module(id);      /* module to return to */
+        modules[depth].id = ps_record_module(id);      /* outer module; it is current again after ps_module_leave */
         modules[depth].began = ps_record_begin();
     }
     return depth++;

@@ -36,8 +36,8 @@ static inline int64_t ps_record_begin(void) { return ps_record_on() ? ps_record_
  * recording started. If end_ns is 0, the event ends now. Any thread can call this function. */
 void ps_record_put(ps_record_event e);
 /* These two functions record work whose times become known only later. Only the script's thread may call them.
- * ps_record_note sets the event's step, action and module to the current ones. Later, ps_record_put_late adds the
- * event with the times that it contains, even if recording has stopped. */
+ * ps_record_note sets the event's step, action and module to the current step, action and module. When the times are
+ * known, ps_record_put_late adds the event, even if recording has stopped. */
 void ps_record_note(ps_record_event *e);
 void ps_record_put_late(ps_record_event e);
 /* Ends the interval that began at e.begin_ns. Does nothing if e.begin_ns is 0. */
@@ -48,7 +48,8 @@ static inline void ps_record_end(ps_record_event e)
 /* Must be called when the script pauses (`on` is true) and when it resumes. During a pause nothing is recorded or
  * counted. */
 void ps_record_pause(bool on);
-/* Begins a step. Later events get its number until the step ends. If `dry` is true, nothing is recorded in the step. */
+/* Begins a step. Events are recorded with the step's number until the step ends. If `dry` is true, nothing is
+ * recorded in the step. */
 void ps_record_step_begin(bool dry, bool planned);
 void ps_record_step_end(void);
 /* Begins an action. The kind PS_ACT_NONE means that the action has ended. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The training step in progress, with everything about it that all layers need: its actions, the current action, and
- * whether ops compute. The context has a const pointer to it, because only engine/step.c may write it
- * (spec/source/layers_spec.lua). State that only one layer needs belongs to that layer. Examples are a chunk's moves,
- * a stripe's uses and the walk's heap. */
+ * The training step in progress. This struct contains everything about the step that all layers need: its actions,
+ * the current action, and whether ops compute. The context has a const pointer to it, because only engine/step.c may
+ * write it (spec/source/layers_spec.lua). State that only one layer needs belongs to that layer. Examples are a
+ * chunk's moves, a stripe's uses and the walk's heap. */
 #ifndef PS_BASE_STEP_H
 #define PS_BASE_STEP_H
 #include <stdbool.h>
@@ -14,7 +14,7 @@ struct ps_engine;
 
 /* A virtual stage in the table of a step. */
 typedef struct step_vstage {
-    int32_t last;                 /* index of its last BACKWARD or WEIGHT */
+    int32_t last;                 /* index of the stage's last BACKWARD or WEIGHT in the table */
     /* These fields are used while the table is checked.
      * next: the next INPUT to check.
      * put_off: number of INPUTs so far that have no WEIGHT yet.
@@ -34,7 +34,8 @@ struct ps_step {
     int32_t at;                   /* index of the current action, or of the last one that ran; -1 before the first */
     step_vstage *stages;           /* [n_vstages] */
     int32_t n_vstages, stages_capacity;
-    int32_t *first_walk;          /* [n_actions] for each micro-batch: index of its first BACKWARD or INPUT, or -1 */
+    int32_t *first_walk;          /* [n_actions] for each micro-batch: index of the micro-batch's first BACKWARD or
+                                   * INPUT, or -1 */
     int32_t first_walk_capacity;
     int32_t collected;            /* number of finished micro-batches at Lua's last collection (ps_step_collects) */
     bool measures;                /* true if the table has an action for the norm */
@@ -47,14 +48,15 @@ struct ps_step {
     uint32_t first_op;            /* number of the next dropout at the begin of the step */
     uint32_t forward_op;          /* number of the next dropout at the begin of the current forward. It is restored if
                                    * the forward is abandoned. */
-    uint64_t forward_offset;      /* counter of other random tensors, saved and restored in the same way */
+    uint64_t forward_offset;      /* ps_rng.offset at the begin of the current forward. It is restored in the same
+                                   * way. */
     int32_t refs;
     struct ps_ctx *ctx;
     struct ps_engine *engine;     /* engine of this step; NULL for plain memory */
 };
 
-/* Returns true if gradients are final. That is so if the current action is the last backward of its virtual stage, or
- * the reduction that follows it. */
+/* Returns true if gradients are final. They are final if the current action is the last backward of its virtual
+ * stage, or the reduction that follows it. */
 static inline bool ps_step_is_last(const ps_step *s)
 {
     int kind = s->is.now.kind;
@@ -72,8 +74,8 @@ static inline bool ps_step_adds_later(const ps_step *s)
     return false;
 }
 
-/* Returns true if some ops must leave the gradients of embeddings to backward. If it returns false, these ops can
- * compute the gradients together with their outputs, long before the gradients are needed. */
+/* Returns true if ops must compute the gradients of embeddings in backward. If the result is false, some ops can
+ * compute these gradients together with their outputs, long before the gradients are needed. */
 static inline bool ps_step_runs_ahead(const ps_step *s)
 {
     return s->ahead && (s->is.now.kind == PS_ACT_FORWARD || s->is.now.kind == PS_ACT_INPUT);

@@ -8,7 +8,7 @@
 
 /* Returns the length in bytes of the UTF-8 character at s [n], or 0 if n is 0 or the bytes are not valid UTF-8. */
 int ps_utf8(const uint8_t *s, size_t n);
-/* Returns 3, the length of the byte order mark, if s begins with one. Otherwise returns 0. */
+/* Returns 3, the length of a byte order mark, if s begins with a byte order mark. Otherwise returns 0. */
 static inline size_t ps_bom(const uint8_t *s, int64_t n) { return n >= 3 && !memcmp(s, "\xef\xbb\xbf", 3) ? 3 : 0; }
 /* Copies the text `from` to `to` [room], and returns `to`. Control characters and bytes that are not valid UTF-8
  * become '?'. A text that is too long is truncated, and then ends with "...". room must be at least 8. `from` and

@@ -15,26 +15,25 @@ enum { PS_LAMB_UNIT = 4096 };         /* number of elements whose squares LAMB s
 /* -- 8-bit codes of states --------------------------------------------------------------------------------------- */
 /* 8-bit codes for numbers in [-1, 1]. They use the dynamic map of bitsandbytes and torchao (Dettmers et al. 2022,
  * "8-bit Optimizers via Block-wise Quantization"). The map is a list of 256 values in ascending order. The code of a
- * value is its index in the list. Any other number has the code of the nearest value. The map contains 0, 1 and seven
- * decades. Decade i divides [0.1, 1] into 2^i equal intervals, or into 2^(i + 1) intervals if there are no signs. The
- * values of the decade are the midpoints of the intervals, times 10^(i - 6). If there are signs, the map also
- * contains the negatives of these values.
+ * value is the value's index in the list. A number that is not in the list has the code of the nearest value. The map
+ * contains 0, 1 and seven decades. Decade i divides [0.1, 1] into 2^i equal intervals, or into 2^(i + 1) intervals if
+ * there are no signs. The values of the decade are the midpoints of the intervals, times 10^(i - 6). If there are
+ * signs, the map also contains the negative of each of these values.
  *
- * Both conversions are computed, so that vector code needs no table of 256 values. In the formulas, `number` is the
- * number of a value, counted from 0. It is code - 127 with signs, and code without signs. Within a decade, a value is
- * a linear function of its number. The decade is found from q, which is 2 number with signs and number + 1 without
- * signs. The index of the decade is (exponent field of q) % 8. The values differ from those of torchao by at most 5
- * units in the last place. The arrays have 16 elements because a vector has up to 16 lanes. The second half of each
- * array is equal to the first half. */
+ * Both conversions are computed, so that vector code needs no table of 256 values. In the formulas, `number` is code
+ * - 127 with signs, and code without signs. Within a decade, a value is a linear function of its number. The decade
+ * is found from q, which is 2 * number with signs and number + 1 without signs. The index of the decade is (exponent
+ * field of q) % 8. The values differ from those of torchao by at most 5 units in the last place. The arrays have 16
+ * elements because a vector has up to 16 lanes. The second half of each array is equal to the first half. */
 typedef struct ps_codes {
-    float slope[16], base[16];        /* value = slope q + base. The sign of base is the sign of q. */
+    float slope[16], base[16];        /* value = slope * q + base. The sign of base is the sign of q. */
     float bound[16];                  /* range j + 1 of magnitudes begins at bound[j] */
-    float rate[16], shift[16];        /* number = first + min(whole part of (rate magnitude + shift), limit) */
+    float rate[16], shift[16];        /* number = first + min(whole part of (rate * magnitude + shift), limit) */
     float limit[16];
     int32_t first[16];
 } ps_codes;
-/* The upper 16 bits of a magnitude's bit pattern are nearly linear in its logarithm. The index of the magnitude's
- * range is therefore max(bits - LEAST, 0) SPREAD / 2^16, or one more than this. */
+/* The upper 16 bits of a magnitude's bit pattern are a nearly linear function of the magnitude's logarithm. The index
+ * of the magnitude's range is therefore max(bits - LEAST, 0) * SPREAD / 2^16, or this index plus 1. */
 enum { PS_CODES_LEAST = 0x34e0, PS_CODES_SPREAD = 154 };
 
 static inline void ps_codes_make(ps_codes *c, bool has_sign)
@@ -52,15 +51,16 @@ static inline void ps_codes_make(ps_codes *c, bool has_sign)
         last = power[i] - width / 2;
         if (i > 0) continue;
         c->first[0] = 0, c->limit[0] = (float)parts;           /* 0 belongs to the lowest decade. The numbers of this
-                                                                * decade are 0 and 1, or 0, 1 and 2. The midpoints
-                                                                * between their values are on a line. */
+                                                                * decade are 0 and 1 with signs, and 0, 1 and 2
+                                                                * without signs. The midpoints between the values of
+                                                                * this decade are on a line. */
         if (has_sign) c->slope[0] = (float)(least / 2), c->base[0] = 0;
         c->rate[0] = has_sign ? (float)(2 / least) : (float)(1 / (least / 2 + width / 2));
         c->shift[0] = has_sign ? 0 : (float)(1 - (double)c->rate[0] * (least / 2));
     }
     c->bound[6] = (float)((last + 1) / 2), c->bound[7] = INFINITY;
     c->rate[7] = c->shift[7] = c->limit[7] = 0, c->first[7] = has_sign ? 128 : 255;
-    /* The value 1 has q = 256. Without signs, the value 0 has q = 1, which has the same index. */
+    /* The value 1 has q = 256. Without signs, the value 0 has q = 1, which has the same index of the decade. */
     c->slope[7] = has_sign ? 1.0f / 256 : 1.0f / 255, c->base[7] = has_sign ? 0 : -1.0f / 255;
     for (int i = 0; i < 8; i++) {
         c->slope[i + 8] = c->slope[i], c->base[i + 8] = c->base[i], c->bound[i + 8] = c->bound[i];
@@ -109,8 +109,8 @@ static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
 }
 
 /* Returns the step size of Adafactor. `rms` is the root mean square of the parameter. If `hugging_face` is true, the
- * rule is that of transformers. It has the three switches, and uses lr only if relative_step is false. Otherwise the
- * rule is PyTorch's. */
+ * rule of Hugging Face's transformers applies. This rule depends on the three last parameters, and uses lr only if
+ * relative_step is false. If `hugging_face` is false, PyTorch's rule applies. */
 PS_BOTH double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
                                  bool scale_parameter, bool relative_step, bool warmup_init)
 {

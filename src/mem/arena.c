@@ -8,10 +8,10 @@
  * addresses, but they use none of the budget. The records of blocks are outside the regions, because the CPU may be
  * unable to access the memory of a region. Only one thread uses an arena.
  *
- * A block of more than about 960 MiB does not fit into a shared region. It has a region of its own, unless one region
- * spans the whole device. The reason is that small blocks would otherwise split its memory while it is free. The next
- * large block, such as the gradient of another token table, would then need new memory, and the pages of both would
- * count against a budget. */
+ * A block of more than about 960 MiB does not fit into a shared region. Such a block has a region of its own, unless
+ * one region spans the whole device. Otherwise small blocks would split the large block's memory after the large
+ * block is freed. The next large block, such as the gradient of another token table, would then need new memory, and
+ * the pages of both large blocks would count against a budget. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -25,13 +25,14 @@ enum {
     FIRST = 48,                                   /* number of powers of two; enough for the largest tensor (2^56
                                                    * bytes) */
 };
-#define REGION_BYTES ((size_t)1 << 30)            /* addresses of a shared region; uses memory only when touched */
+#define REGION_BYTES ((size_t)1 << 30)            /* size of a shared region; its pages use memory only after they are
+                                                   * touched */
 #define HUGE_BYTES ((size_t)2 << 20)              /* sizes of regions are multiples of this */
 #define PAGE_BYTES ((size_t)4096)                 /* page size if the backend sets none */
 #define MAP_PAGES ((size_t)1 << 22)               /* maximum number of pages in a region; a larger region has larger
                                                    * pages */
-#define CHECK_BYTES ((int64_t)64 << 20)           /* after this growth, the free memory of the system is checked
-                                                   * again */
+#define CHECK_BYTES ((int64_t)64 << 20)           /* each time the arena has grown by this size, the system's free
+                                                   * memory is checked */
 
 typedef struct region {
     struct region *next;
@@ -76,8 +77,8 @@ struct ps_arena {
     holders peak, refused;
 };
 
-/* Support for AddressSanitizer, in host memory. It then reports accesses to free memory, and accesses to those bytes
- * of a block that were not requested. */
+/* Support for AddressSanitizer, in host memory. AddressSanitizer then reports accesses to free memory, and accesses
+ * to the bytes of a block after the requested bytes. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }
@@ -142,8 +143,8 @@ static void list_remove(ps_arena *arena, ps_block *b)
         arena->first_map &= ~(1ull << f);
 }
 
-/* Returns the size of a region in which a free block of `size` bytes is found. The region is large enough for the
- * next class, because every block of that class fits. */
+/* Returns the size of a region that is large enough for take() to find a block of `size` bytes in it. The region's
+ * size is in the next class, because take() searches that class for blocks that are certainly large enough. */
 static size_t region_for(size_t size) { return size + size / SECOND + GRAIN; }
 static bool commits(const ps_arena *arena) { return arena->be->region_commit != NULL; }
 static bool is_alone(const ps_arena *arena, size_t size) { return !commits(arena) && region_for(size) > REGION_BYTES; }
@@ -179,19 +180,21 @@ static ps_block *take_alone(ps_arena *arena, size_t size)
     return found->first;
 }
 
-/* Removes a free block of at least `size` bytes from its list, and returns it. Returns NULL if there is none. */
+/* Removes a free block of at least `size` bytes from its list, and returns the block. Returns NULL if there is no
+ * such block. */
 static ps_block *take(ps_arena *arena, size_t size)
 {
     int f, s;
     if (is_alone(arena, size)) return take_alone(arena, size);
-    class_of(size, &f, &s); /* tries the size's own class first, because the sizes of a training step repeat */
+    class_of(size, &f, &s); /* searches the class of `size` first, because the sizes of a training step repeat */
     int tries = f < FIRST ? 16 : 0;
     for (ps_block *b = tries ? arena->bins[f][s] : NULL; b && tries--; b = b->next)
         if (b->size >= size) {
             list_remove(arena, b);
             return b;
         }
-    size_t rounded = size;                          /* size rounded up to the next class, in which every block fits */
+    size_t rounded = size;                          /* size rounded up to the next class; every block of that class is
+                                                     * large enough */
     if ((size >> GRAIN_LOG2) >= SECOND) {
         int log2 = 63 - __builtin_clzll(size >> GRAIN_LOG2);
         rounded += ((size_t)1 << (log2 - SECOND_LOG2 + GRAIN_LOG2)) - 1;
@@ -215,8 +218,8 @@ static double mib(size_t nbytes) { return (double)nbytes / 1048576.0; }
 
 static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
 
-/* Returns the first page in [from, end) that has memory, or if `set` is false, the first page that has none. Returns
- * `end` if there is no such page. */
+/* If `set` is true, returns the first page in [from, end) that has memory. If `set` is false, returns the first page
+ * that has no memory. Returns `end` if there is no such page. */
 static size_t find_page(const region *r, size_t from, size_t end, bool set)
 {
     size_t p = from;
@@ -227,8 +230,8 @@ static size_t find_page(const region *r, size_t from, size_t end, bool set)
     return p < end ? p : end;
 }
 
-/* Finds the next run of pages in [from, end) that have memory, or if `set` is false, that have none. Returns the
- * first page of the run, or `end` if there is no run. Sets *after to the page after the run. */
+/* Finds the next run of pages in [from, end) that all have memory, or that all have no memory if `set` is false.
+ * Returns the first page of the run, or `end` if there is no such run. Sets *after to the page after the run. */
 static size_t next_run(const region *r, size_t from, size_t end, bool set, size_t *after)
 {
     size_t first = find_page(r, from, end, set);
@@ -382,8 +385,8 @@ static int grow(ps_arena *arena, size_t size)
     return 0;
 }
 
-/* Fails if the system has not enough memory for the growth. Without this check, the system would later kill the
- * process. */
+/* Fails if the system does not have enough memory for `more` bytes. Without this check, the system would later kill
+ * the process. */
 static int check_growth(ps_arena *arena, int64_t more, size_t size)
 {
     if (arena->growth + more < CHECK_BYTES) {
@@ -400,7 +403,7 @@ static int check_growth(ps_arena *arena, int64_t more, size_t size)
     return 0;
 }
 
-/* Commits memory for those pages in [from, end) that have none. */
+/* Commits memory for the pages in [from, end) that have no memory. */
 static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
 {
     ps_backend *be = arena->be;
@@ -413,8 +416,8 @@ static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
     return 0;
 }
 
-/* Commits memory for the pages [from, end) if the system has enough. `more` is the number of bytes that this adds.
- * `size` is the size of the block in bytes. */
+/* Commits memory for the pages [from, end) if the system has enough memory. `more` is the size in bytes of the pages
+ * that have no memory yet. `size` is the size of the block in bytes. */
 static int grow_pages(ps_arena *arena, region *r, size_t from, size_t end, int64_t more, size_t size)
 {
     if (!commits(arena)) PS_TRY(check_growth(arena, more, size));

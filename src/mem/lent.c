@@ -9,8 +9,8 @@ typedef struct lent {
     ps_keeper keeper;             /* must be the first field; each of these keepers keeps one storage */
     ps_keeper *before;            /* previous keeper, which is restored when the loans end */
     ps_loans loans;
-    bool written;                 /* true if a pin wrote to the bytes, so that they may differ from the lender's
-                                   * bytes */
+    bool written;                 /* true if the bytes were pinned for writing, so that they may differ from the
+                                   * lender's bytes */
 } lent;
 
 /* Returns a storage to its previous keeper. The storage then has no bytes. */
@@ -83,7 +83,8 @@ int ps_storage_lend(ps_storage *s, const ps_loans *loans)
 {
     lent *l = ps_alloc(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
-    ps_storage_free(s);           /* if the bytes were lent before, this restores the keeper before that loan */
+    ps_storage_free(s);           /* if the bytes were lent, this ends that loan and restores the keeper from before
+                                   * it */
     *l = (lent){ { &lent_keeper }, s->keeper, *loans, false };
     s->keeper = &l->keeper;
     s->block = l;

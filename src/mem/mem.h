@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Storages: blocks of bytes on a device. Code may access the bytes of a storage only between a pin and an unpin. Both
- * call the storage's keeper (ps_keeper). Therefore the same program works with plain memory and with chunks. A
- * manager that allocates memory also fills a second table (ps_mem). This layer does not know tensors or ops. */
+ * Storages: blocks of bytes on a device. Code may access the bytes of a storage only between a pin and an unpin. Pin
+ * and unpin call the storage's keeper (ps_keeper). Therefore the same program works with plain memory and with
+ * chunks. A manager that allocates memory also fills a second table (ps_mem). This layer does not know tensors or
+ * ops. */
 #ifndef PS_MEM_H
 #define PS_MEM_H
 #include <string.h>
@@ -15,16 +16,17 @@ typedef struct ps_scope ps_scope;
 enum { PS_READ = 1, PS_WRITE = 2 };
 
 /* Bytes on a device. The bytes exist while `block` is set. Dropped bytes cannot be restored. Each higher layer has a
- * nested struct for its own notes, and only that layer writes them (spec/source/layers_spec.lua). */
+ * nested struct for its own state, and only that layer writes to the struct (spec/source/layers_spec.lua). */
 struct ps_storage {
     ps_keeper *keeper;
-    void *block;                /* the keeper's record of the bytes; NULL if there are none (dropped, or nbytes is 0) */
+    void *block;                /* the keeper's record of the bytes; NULL if there are no bytes (they were dropped, or
+                                 * nbytes is 0) */
     int64_t nbytes;
     int32_t device, pins;
     int32_t refs;               /* number of tensor headers */
     int32_t holds;              /* number of owners that keep dropped bytes alive, such as the tape or gradients in
                                  * transit */
-    uint32_t version;           /* number of writes so far; the tape compares it */
+    uint32_t version;           /* number of writes so far; the tape compares this number to detect changes */
     struct {
         bool dropped : 1;       /* the scope has ended; the last unhold frees the bytes */
         bool kept : 1;          /* scopes never drop the bytes */
@@ -44,13 +46,13 @@ struct ps_storage {
                                  * yet */
         uint32_t later : 31;    /* number of headers with PS_T_LATER. Deferred weight gradients will read the bytes,
                                  * so no op may overwrite them. */
-        uint32_t trained : 1;   /* a tensor on these bytes has required gradients; a paused script must not write
-                                 * them */
+        uint32_t trained : 1;   /* a tensor on these bytes has required gradients; a paused script must not write to
+                                 * the bytes */
     } tape;
     struct {
         struct ps_replay *of;   /* dry run of a pipeline that made the storage (tensor/replay.h), or NULL */
-        int64_t number;         /* index among the storages of that dry run */
-        int32_t noted;          /* position in that dry run, or -1 */
+        int64_t number;         /* index among the storages of the dry run `of` */
+        int32_t noted;          /* position in the dry run `of`, or -1 */
         bool scripted;          /* a script may have had a tensor of this storage */
     } replay;
     struct {
@@ -94,14 +96,14 @@ static inline void ps_loans_copy(char *dst, const ps_loans *loans, int i, int64_
     }
 }
 
-/* The keeper of a storage is the object that has its bytes at the moment. It is plain memory, a chunk, a shard, a
- * lender, or the host while activations are offloaded. */
+/* The keeper of a storage is the object that owns the storage's bytes at the moment. The keeper is plain memory, a
+ * chunk, a shard, a lender, or the host while activations are offloaded. */
 typedef struct ps_keeper_table {
     const char *name;
     void (*free)(ps_keeper *keeper, ps_storage *s);        /* frees bytes that are not pinned, and clears s->block */
-    /* Pins the bytes until the unpin, and stores their address on `device` in *out. The memory is not reused before
-     * all work that was queued on the device's compute stream until the unpin has run (backend.h). After a failure
-     * nothing is pinned. Only storages in chunks can be pinned on a device other than s->device. */
+    /* Pins the bytes until the unpin, and stores their address on `device` in *out. After the unpin, the memory is
+     * not reused until all work has run that was queued on the device's compute stream before the unpin (backend.h).
+     * After a failure nothing is pinned. Only storages in chunks can be pinned on a device other than s->device. */
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
     void (*note_line)(ps_storage *s, int32_t line);        /* (optional) implements ps_tensor_note_line */
@@ -110,7 +112,7 @@ typedef struct ps_keeper_table {
 
 struct ps_keeper { const ps_keeper_table *table; };
 
-/* A memory manager allocates the bytes of storages. It is also their keeper. */
+/* A memory manager allocates the bytes of storages, and is also the keeper of these storages. */
 typedef struct ps_mem_table {
     /* Allocates s->nbytes > 0 on s->device, and sets s->block and s->keeper. */
     int (*alloc)(ps_mem *mem, ps_storage *s);
@@ -120,15 +122,15 @@ typedef struct ps_mem_table {
     int (*info)(ps_mem *mem, int device, ps_memory_info *out);
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
-    int64_t (*held)(ps_mem *mem, int device);              /* (optional) returns the bytes that were allocated from
-                                                            * the system, whether they are used or not */
-    /* (optional) Returns the bytes that a trim with `holes` would keep. If `peak` is not NULL, *peak is set to the
-     * maximum since the last call that had a `peak`. */
+    int64_t (*held)(ps_mem *mem, int device);              /* (optional) returns the number of bytes that were
+                                                            * allocated from the system, whether they are used or not */
+    /* (optional) Returns the number of bytes that a trim with `holes` would keep. If `peak` is not NULL, *peak is set
+     * to the maximum of this number since the last call in which `peak` was not NULL. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
     void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) limits `held`; 0 means no limit */
-    /* (optional) Returns unused bytes to the system. These are the bytes after the last used byte. If `holes` is
-     * true, the unused bytes between used bytes are returned too. The system maps the pages again when they are
-     * touched. */
+    /* (optional) Returns unused memory to the system. The bytes after the last used byte of each region are returned.
+     * If `holes` is true, the unused bytes between used bytes are returned too. The system maps returned pages again
+     * when they are touched. */
     void (*trim)(ps_mem *mem, int device, bool holes);
     /* (only for plain memory) Implements ps_memory_holders. */
     int (*holders)(ps_mem *mem, int device, int when, ps_holder *out, int64_t *used);
@@ -173,7 +175,7 @@ bool ps_storage_is_plain(const ps_storage *s);
 
 /* lent.c implements storages whose bytes belong to lenders. ps_storage_lend frees the previous bytes of the storage.
  * The storage owns the loans until its bytes are freed. If the storage consists of blocks (n = 2), the first pin
- * copies them to memory of the previous keeper and ends the loans. The previous keeper must then be a memory
+ * copies its bytes to memory of the previous keeper and ends the loans. The previous keeper must then be a memory
  * manager. */
 int ps_storage_lend(ps_storage *s, const ps_loans *loans);
 
