@@ -104,7 +104,8 @@ static void only_valid(ps_chunks *cs, chunk *c, int t)
     source_drop(c);
 }
 
-/* Used by tests. Evicts random chunks. c is often one of them, so that its address changes. */
+/* Used by tests. Evicts random chunks, often including c, and brings c back to tier t. The address of c then
+ * changes. */
 static int stress(ps_chunks *cs, chunk *c, int t)
 {
     if (c->pins > 0 || c->transfer || c->valid == 0) return 0;
@@ -414,7 +415,8 @@ static void member_unlink(ps_chunks *cs, member *m, bool last_goes)
     if (c->n_members == 0 && last_goes && !cs->closing) chunk_bury(cs, c);
 }
 
-/* Checks that no member of the chunk uses these bytes, and makes room for one more member. */
+/* Checks that no member of the chunk uses a byte from offset to offset + nbytes - 1. Makes room for one more member
+ * in the array of members. */
 static int check_place(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_t nbytes)
 {
     if (chunk_id < 0 || chunk_id >= cs->n_chunks || cs->chunks[chunk_id].dead)

@@ -5,10 +5,10 @@
  * budgets. The chunk manager implements the tables of mem.h. The rest of the engine therefore uses it in the same way
  * as plain.c.
  *
- * A moment is the number of an op that touches a chunk, counted from the start of a step. A trace is the list of all
- * uses of chunks in a step. plan.c computes the moves of a step from a trace, and the manager performs these moves
- * during computation. If there is no trace, or if a step departs from it, a pin fetches its chunk, and a policy
- * chooses the chunks to evict. One thread calls the manager. Copies run on other threads. */
+ * A moment is the index, within a step, of an op that uses a chunk. A trace is the list of all uses of chunks in a
+ * step. plan.c computes the moves of a step from a trace, and the manager performs these moves during computation. If
+ * there is no trace, or if a step departs from its trace, each pin fetches its chunk, and a policy chooses the chunks
+ * to evict. One thread calls the manager. Copies run on other threads. */
 #ifndef PS_CHUNK_H
 #define PS_CHUNK_H
 #include "base/step.h"
@@ -18,17 +18,17 @@
 
 typedef struct ps_chunks ps_chunks;
 
-/* States of a tensor in a chunk. The state of a chunk follows from those of its tensors. It is the first state, in
- * the order COMPUTE, HOLD, HOLD_AFTER_FWD, HOLD_AFTER_BWD, FREE, that at least one of its tensors has. */
+/* States of a tensor in a chunk. The state of a chunk is the first state, in the order COMPUTE, HOLD, HOLD_AFTER_FWD,
+ * HOLD_AFTER_BWD, FREE, that at least one of the chunk's tensors has. */
 enum { PS_TS_FREE, PS_TS_COMPUTE, PS_TS_HOLD, PS_TS_HOLD_AFTER_FWD, PS_TS_HOLD_AFTER_BWD, PS_TS_COUNT };
 
 typedef struct ps_trace {
     ps_use *uses;
     int32_t n_uses, capacity, n_moments;
     int64_t other_peak[PS_TIERS];             /* peak size in bytes of all tensors outside chunks, on each tier */
-    /* spare: [n_moments][PS_TIERS] other_peak minus the peak size in bytes of other tensors at each moment, or NULL
-     * if unknown. A moment lasts from its op to the op of the next moment. The last moment lasts until the first
-     * moment of the next step. */
+    /* spare: [n_moments][PS_TIERS] for each moment, other_peak minus the peak size in bytes of tensors outside chunks
+     * during the moment. NULL if unknown. A moment lasts from its op to the op of the next moment. The last moment
+     * lasts until the first moment of the next step. */
     int64_t *spare;
     int32_t spare_capacity;
     int64_t other_base[PS_TIERS];             /* size in bytes of all tensors outside chunks when the trace began */
@@ -55,8 +55,8 @@ int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk, int64_t offset, int64_t n
 /* Undoes ps_chunk_storage_new for an unused storage. The chunk remains. */
 void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s);
 /* Moves a storage and its bytes into a chunk, from plain memory or from another chunk. If `stays` is set and there is
- * a disk tier, borrowed bytes are not copied. The chunk then reads them from the lender until the first write to the
- * chunk. */
+ * a disk tier, borrowed bytes are not copied. The chunk then reads these bytes from the lender until the first write
+ * to the chunk. */
 int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk, int64_t offset, const char *name, bool stays);
 int ps_chunk_count(const ps_chunks *cs);
 void ps_chunk_get(const ps_chunks *cs, int32_t chunk, ps_chunk_info *out);
@@ -64,15 +64,17 @@ const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t chunk, int i);   /
 int ps_tier_count(const ps_chunks *cs);
 void ps_tier_get(ps_chunks *cs, int tier, ps_tier_info *out);
 int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s);            /* returns -1 if s is in no chunk */
-/* Gives the position of s in its chunk to `to`, which is overwritten. Afterwards s has no bytes. */
+/* Moves the bytes of s, which are in a chunk, to the storage `to`. All fields of `to` are overwritten. Afterwards s
+ * has no bytes. */
 void ps_chunk_storage_hand_on(ps_storage *s, ps_storage *to);
 /* Pins a whole chunk for work that runs concurrently with ops. Until the chunk is unpinned, every moment counts as a
  * use of the chunk. PS_WRITE without PS_READ means that the caller writes the whole chunk. The contents are then not
  * fetched. */
 int ps_chunk_pin(ps_chunks *cs, int32_t chunk, int device, unsigned access, void **out);
 void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
-/* Discards contents that nobody will read again, and frees their memory. The contents are undefined at the next pin.
- * Does nothing if the chunk is pinned or resident, or if there is only one tier. */
+/* Discards the contents of a chunk and frees their memory. Must be called only if no later use reads the contents.
+ * The contents are undefined at the next pin. Does nothing if the chunk is pinned or resident, or if there is only
+ * one tier. */
 int ps_chunk_end(ps_chunks *cs, int32_t chunk);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */

@@ -7,7 +7,7 @@
  * end_piece. The io_uring thread keeps up to DEPTH pieces in the kernel, and polls an eventfd while it is idle. A
  * plain thread has one piece at a time, and waits for `work` while it is idle.
  *
- * Fields that `lock` guards change only while it is held. Functions marked (lock) are called with `lock` held. An
+ * Fields that `lock` guards change only while `lock` is held. Functions marked (lock) are called with `lock` held. An
  * error belongs to the thread that raises it. A job therefore stores the cause of its failure, and ps_disk_wait
  * raises the error in the caller's thread. Every job ends, because a thread that must give up ends all jobs. */
 #define _GNU_SOURCE
@@ -44,8 +44,9 @@ enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
  * sleeps for one millisecond before each further attempt. */
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
-/* The length of a file includes its holes. It can be up to FILE_OVER_SPACE times the space that the file has on the
- * disk. With checksums the limit is SUMMED_OVER_SPACE, because the array of checksums has entries for holes, too. */
+/* The length of a file includes its holes. The length can be up to FILE_OVER_SPACE times the space that the file has
+ * on the disk. With checksums it can be up to SUMMED_OVER_SPACE times this space, because the array of checksums also
+ * has entries for holes. */
 enum { FILE_OVER_SPACE = 64, SUMMED_OVER_SPACE = 2 };
 
 /* The cause of a job's first failure. `err` is the errno of a piece or of the ring. It is 0 if the file ended early,
@@ -71,8 +72,8 @@ struct ps_disk_job {
     /* inherited: the job never began, because an earlier job failed with `cause` */
     bool done, failed, inherited;
     cause cause;
-    /* dependents: first job that waits for this one
-     * sibling: next job that waits for the same job as this one */
+    /* dependents: first job that waits for this job
+     * sibling: next job that waits for the same job as this job */
     ps_disk_job *dependents, *sibling;
     ps_disk_job *next;                      /* next job in a queue of jobs that may begin */
     ps_disk_job *newer, *older;             /* neighbors in the list of jobs that no caller has waited for */
@@ -102,7 +103,7 @@ struct ps_disk {
     int64_t capacity;
     bool direct, uring;
     /* sums: [reach / PS_DIRECT_ALIGN] checksums, or NULL. The array needs no lock, because only one thread works on a
-     * piece, and the read of a chunk waits for its write. Unused pages of the array take no memory. */
+     * piece, and the read of a chunk waits for the chunk's write. Unused pages of the array take no memory. */
     piece_sum *sums;
     /* The fields up to `reach` are used only by the caller's thread. Free extents and holes are sorted by offset. Two
      * free extents never touch each other, and neither do two holes. Therefore n allocated extents and m holes leave
@@ -133,8 +134,8 @@ struct ps_disk {
 };
 
 /* -- faults that tests request ----------------------------------------------------------------------------------- */
-/* As in base/alloc.c, each attempt decrements `until_failure`. An attempt fails if the counter was between 0 and
- * -failures + 1 before it was decremented. */
+/* As in base/alloc.c, each attempt decrements `until_failure`. An attempt fails if, before the decrement, the counter
+ * was at most 0 and greater than -failures. */
 static atomic_llong until_failure = -1, failures, slow_ns;
 static atomic_int failure_code;
 
@@ -174,8 +175,8 @@ static void enqueue(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->work);
 }
 
-/* (lock) Ends a job. The jobs that waited for it may now begin. If it failed, the jobs that waited for it fail and
- * end, too. */
+/* (lock) Ends a job. If the job succeeded, the jobs that waited for the job may now begin. If the job failed, the
+ * jobs that waited for it fail and end too. */
 static void end_job(ps_disk *d, ps_disk_job *job)
 {
     job->next = NULL;
@@ -367,9 +368,9 @@ static int reap(ps_disk *d, bool resend, bool *polled)
 }
 
 /* Called when the kernel rejects the ring. Requests that the kernel has already accepted can still write to buffers,
- * so this function waits for them for at most two seconds. Unsent requests never complete. One of them may be the
- * request of the eventfd, which has no piece. Therefore the wait also ends if the number of pieces in use is smaller
- * than the number of unsent requests. */
+ * so this function waits for these requests for at most two seconds. Unsent requests never complete. One of the
+ * unsent requests may be the request of the eventfd, which has no piece. Therefore the wait also ends if the number
+ * of pieces in use is smaller than the number of unsent requests. */
 static void lose_ring(ps_disk *d, piece *pieces, int err)
 {
     bool polled;
@@ -384,7 +385,8 @@ static void lose_ring(ps_disk *d, piece *pieces, int err)
 
 /* Assigns a piece to each unused entry, and prepares the requests. Returns the number of pieces in use. If writes
  * need checksums, the requests are submitted first and the checksums are computed afterwards, so that the disk works
- * meanwhile. All other requests, and requests that the kernel refuses, stay in the ring until the next submission. */
+ * while the checksums are computed. All other requests, and requests that the kernel refuses, stay in the ring until
+ * the next submission. */
 static int send_pieces(ps_disk *d, piece *pieces)
 {
     bool taken[DEPTH] = { false };
@@ -667,10 +669,11 @@ static void remove_at(extent *list, int *n, int i)
     memmove(&list[i], &list[i + 1], (size_t)(--*n - i) * sizeof *list);
 }
 
-/* Inserts an extent into a sorted list, and joins it with extents that it touches. The list must have room for it. */
+/* Inserts an extent into a sorted list, and joins the extent with the extents that it touches. The list must have
+ * room for one more extent. */
 static void insert(extent *list, int *n, int64_t offset, int64_t nbytes)
 {
-    int i = 0;                  /* first extent after the inserted one */
+    int i = 0;                  /* first extent after the inserted extent */
     while (i < *n && list[i].offset <= offset) i++;
     bool joins_before = i > 0 && list[i - 1].offset + list[i - 1].nbytes == offset;
     bool joins_after = i < *n && offset + nbytes == list[i].offset;
@@ -712,9 +715,9 @@ static int set_space(const ps_disk *d, int mode, int64_t offset, int64_t nbytes)
     return rc < 0 ? errno : 0;
 }
 
-/* Gives `nbytes` bytes of free space back to the file system, taken from the smallest free extents first. This space
- * becomes holes. Returns the number of bytes that were given back. It is smaller than `nbytes` if the file system
- * refuses. */
+/* Turns `nbytes` bytes of free extents into holes, whose disk space returns to the file system. Takes the smallest
+ * free extents first. Returns the number of bytes that became holes. This number is smaller than `nbytes` if the file
+ * system refuses to make a hole. */
 static int64_t make_holes(ps_disk *d, int64_t nbytes)
 {
     int64_t left = nbytes;
@@ -730,9 +733,9 @@ static int64_t make_holes(ps_disk *d, int64_t nbytes)
     return nbytes - left;
 }
 
-/* Makes one free extent of `nbytes` bytes at the file's end or in a hole. Smaller free extents give up as much space
- * and become holes, so the space that the file has on the disk does not change. Returns the offset of the new extent,
- * or -1 if the file system cannot do this. */
+/* Makes one free extent of `nbytes` bytes at the file's end or in a hole. Turns `nbytes` bytes of smaller free
+ * extents into holes, so that the space that the file has on the disk does not change. Returns the offset of the new
+ * extent, or -1 if the file system cannot do this. */
 static int64_t make_piece(ps_disk *d, int64_t nbytes)
 {
     int hole = first_fit(d->holes, d->n_holes, nbytes);
@@ -747,8 +750,8 @@ static int64_t make_piece(ps_disk *d, int64_t nbytes)
         if (hole < 0) d->end += nbytes;
         return offset;
     }
-    /* Either the file system cannot make holes, or another program has taken their space. The file then lacks this
-     * space. */
+    /* Either the file system cannot make holes, or another program has taken the space of the new holes. The file has
+     * lost the space of the holes that were made. */
     if (hole >= 0) insert(d->holes, &d->n_holes, offset, nbytes);
     if (hole >= 0 && !err) (void)set_space(d, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes);
     if (hole < 0 && !err && d->fd >= 0 && ftruncate(d->fd, d->end) < 0) d->reach = d->end;
@@ -782,7 +785,7 @@ int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
 
 void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
 {
-    int i = 0;                  /* first free extent after the freed one */
+    int i = 0;                  /* first free extent after the freed extent */
     while (i < d->n_free && d->free_space[i].offset <= offset) i++;
     const extent *before = i ? &d->free_space[i - 1] : NULL, *after = i < d->n_free ? &d->free_space[i] : NULL;
     if (offset < 0 || nbytes <= 0 || offset > d->end - nbytes || !d->n_given || d->n_free == d->room
@@ -895,8 +898,8 @@ void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
 /* -- the disk's own rate ----------------------------------------------------------------------------------------- */
 enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
 
-/* A measurement of the rate of the disk itself, with which the rate of jobs is compared. PROBE_THREADS threads
- * transfer an extent from its beginning to its end, without jobs. */
+/* A measurement of the rate of the disk itself, for comparison with the rate of jobs. PROBE_THREADS threads transfer
+ * an extent from its beginning to its end, without jobs. */
 typedef struct probe {
     int fd, way;
     int64_t offset, nbytes;

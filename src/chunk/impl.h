@@ -12,7 +12,7 @@
 #include "chunk/disk.h"
 #include "chunk/source.h"
 
-/* The position of a storage in a chunk. ps_storage.block points to it. */
+/* The position of a storage in a chunk. ps_storage.block points to this struct. */
 typedef struct member {
     ps_storage *storage;
     char *name;                   /* NULL if it has no name */
@@ -28,7 +28,7 @@ typedef struct transfer {
     /* heir: for a copy down, the chunk that will get the freed memory (see begin_fetch_behind), or -1 */
     int32_t heir;
     int8_t level;
-    /* behind: this is the copy up of an heir, which ends after the copy down */
+    /* behind: true for a copy up of an heir. It ends after the copy down that frees the heir's memory. */
     bool up, behind;
     int64_t began_ns;             /* start of the copy's event in the record, or 0 */
     ps_copy *copy;                /* copy between device and host, or NULL */
@@ -43,10 +43,12 @@ typedef struct chunk {
     int64_t nbytes, used_nbytes;
     void *slot[PS_TIERS];         /* memory on each tier except the disk, or NULL */
     int64_t extent;               /* offset in the file of the disk tier, or -1 */
-    /* source: [n_source] the parts of the chunk's contents on the disk tier, in order; NULL if they are in an extent */
+    /* source: [n_source] the parts of the chunk's contents on the disk tier, in order; NULL if the contents are in an
+     * extent */
     source_part *source;
     int32_t n_source, source_capacity;
-    /* valid: set of the tiers that have a valid copy, one bit per tier; 0 means no contents, which read as zeros */
+    /* valid: set of the tiers that have a valid copy, one bit per tier. 0 means that the chunk has no contents and
+     * reads as zeros. */
     uint8_t valid;
     bool dead;                    /* its last storage was freed, so ps_chunk_new may reuse the record */
     bool ended;                   /* its contents were discarded, so its next slot is undefined */
@@ -57,15 +59,15 @@ typedef struct chunk {
     int32_t n_members, members_capacity, count[PS_TS_COUNT];
     int64_t last_use, arrived;    /* values of ps_chunks.clock, for lru and fifo without a plan */
     /* noted: moment of the last use
-     * noted_at: index of that use in the record */
+     * noted_at: index of the last use in the record */
     int32_t noted, noted_at;
     /* next_in_trace: index of the chunk's first use at or after `now` in the expected trace, or -1 */
     int32_t next_in_trace;
     int32_t first_in_trace;
     bool returning;               /* the chunk is in cs->back */
     int8_t held, held_tier;       /* number of pins by ps_chunk_pin, and the tier of these pins */
-    bool there;                   /* scratch of room_to_stay: whether the chunk is on tier 0 */
-    int64_t seen;                 /* scratch of room_to_stay: the call that set `there` */
+    bool there;                   /* scratch of room_to_stay(): whether the chunk is on tier 0 */
+    int64_t seen;                 /* scratch of room_to_stay(): number of the call that set `there` */
 } chunk;
 
 typedef struct cached { void *p; int64_t nbytes; } cached;
@@ -75,13 +77,15 @@ typedef struct tier {
     ps_backend *be;               /* NULL for the disk */
     int32_t device;
     int64_t budget;               /* 0 means no limit */
-    int64_t used, cached_nbytes;  /* bytes of slots; bytes kept for reuse */
+    int64_t used, cached_nbytes;  /* used: size of all slots. cached_nbytes: size of the memory that is kept for
+                                   * reuse. */
     int64_t planned_other;        /* bytes that a plan leaves for tensors outside chunks */
     int64_t peak;
     int64_t bytes_up, bytes_down;
     /* granted: on the host, the number of bytes that may be allocated before the system is asked again */
     int64_t granted;
-    /* recorded: the bytes of chunks and the bytes of other tensors that were last written to the event record */
+    /* recorded: the number of bytes of chunks and the number of bytes of other tensors in the last event of this
+     * tier */
     int64_t recorded[2];
     cached *cache;
     int32_t n_cache, cache_capacity;
@@ -105,8 +109,8 @@ struct ps_chunks {
     /* Fields of the present step follow. */
     bool noting, fresh;           /* fresh: the running op has not used a chunk yet */
     int32_t now;                  /* the present moment, or -1 */
-    /* record: the trace that is being recorded. Its `spare` has the bytes of other tensors until the end of the
-     * trace, when these are subtracted from the peak. */
+    /* record: the trace that is being recorded. During recording, record.spare contains the peak size in bytes of
+     * other tensors at each moment. ps_chunks_trace_end subtracts these values from the peak of all moments. */
     ps_trace record;
     /* before_step: peak size in bytes of other tensors before the first moment of the step */
     int64_t before_step[PS_TIERS];
@@ -125,7 +129,7 @@ struct ps_chunks {
     int32_t n_back;
     int32_t *held;                /* [capacity] chunks that are pinned by ps_chunk_pin */
     int32_t n_held;
-    int64_t looks;                /* number of calls of room_to_stay */
+    int64_t looks;                /* number of calls of room_to_stay() */
     int32_t *next_use;            /* [n_uses of `expected`] index of the same chunk's next use, or -1 */
     int32_t next_use_capacity;
     ps_engine_stats stats;
@@ -154,14 +158,15 @@ int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size); 
 int tier_of(const ps_chunks *cs, int device);                              /* returns -1 if the device is not a tier */
 
 /* -- chunk/transfer.c */
-int64_t tier_other(ps_chunks *cs, int t);             /* bytes of all tensors outside chunks on tier t */
+int64_t tier_other(ps_chunks *cs, int t);             /* returns the size in bytes of all tensors outside chunks on
+                                                       * tier t */
 /* Returns the number of bytes that a trim cannot return to the system (see ps_mem_table.busy). */
 int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak);
-/* Returns the peak size in bytes of tensors outside chunks in a step like `trace`, or their size now if it is
- * larger. */
+/* Returns the peak size in bytes of tensors outside chunks in a step like `trace`, or the present size of these
+ * tensors if it is larger. */
 int64_t other_in_step(ps_chunks *cs, const ps_trace *trace, int t);
-int64_t tier_room(ps_chunks *cs, int t);              /* bytes that chunks may still allocate */
-const char *last_key(const ps_chunks *cs);            /* configuration key of the last tier's size */
+int64_t tier_room(ps_chunks *cs, int t);              /* returns the number of bytes that chunks may still allocate */
+const char *last_key(const ps_chunks *cs);            /* returns the configuration key of the last tier's size */
 /* Allocates memory with undefined contents for c on tier t. Returns 1 if there is no room now. Returns PS_ENOSPC if
  * the disk is full. */
 int slot_take(ps_chunks *cs, chunk *c, int t);
@@ -169,19 +174,20 @@ void slot_drop(ps_chunks *cs, chunk *c, int t);       /* frees the memory of c o
 void cache_clear(ps_chunks *cs, int t, int64_t until_room);
 /* Frees memory of this size that is kept for reuse. Does nothing if a chunk still has this size. */
 void cache_forget(ps_chunks *cs, int64_t nbytes);
-/* These functions begin a copy of c, up to tier t (fetch) or down from tier t (evict). They return 1 if the copy
- * cannot begin now. */
+/* begin_fetch begins a copy of c up to tier t. begin_evict begins a copy of c down from tier t. They return 1 if the
+ * copy cannot begin now. */
 int begin_fetch(ps_chunks *cs, chunk *c, int t);
 int begin_evict(ps_chunks *cs, chunk *c, int t);
 /* Completes the copies that have ended. If `block` is set, first waits for the copy of chunk `only`, or for any copy
  * if `only` is NULL. */
 int transfers_poll(ps_chunks *cs, bool block, const chunk *only);
-/* Frees `nbytes` bytes on tier t by moving chunks other than `keep`. Chunks move down. If t is host memory and the
- * last tier, they move up instead. Fails without moving a chunk if this cannot free enough bytes. */
+/* Frees `nbytes` bytes on tier t by moving chunks other than `keep`. The chunks move down, or up if t is host memory
+ * and the last tier. Fails without moving a chunk if the moves cannot free enough bytes. */
 int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep);
 /* Brings the contents of c to tier t, with several copies if necessary. */
 int bring(ps_chunks *cs, chunk *c, int t);
-int bring_blank(ps_chunks *cs, chunk *c, int t);      /* gives c undefined memory on tier t */
+int bring_blank(ps_chunks *cs, chunk *c, int t);      /* allocates memory for c on tier t, with undefined
+                                                       * contents */
 int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 
 /* Writes the tiers whose numbers of bytes have changed to the event record. The first call also writes the positions
@@ -189,8 +195,9 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 void record_tiers(ps_chunks *cs);
 
 /* -- chunk/source.c */
-/* Adds borrowed bytes to the source of m's chunk, so that the caller does not have to copy them. They are the bytes
- * of s, or the bytes of its position in another chunk that has a source. Returns 1, or 0 if this is not possible. */
+/* Adds borrowed bytes to the source of m's chunk, so that the caller does not have to copy them. The bytes are the
+ * bytes of s, which are borrowed directly or through the source of another chunk. Returns 1, or 0 if the bytes cannot
+ * be added. */
 int source_adopt(ps_chunks *cs, ps_storage *s, const member *m);
 void source_drop(chunk *c);           /* ends the chunk's source, if it has one */
 /* Copies bytes of a mapped file. See copy_mapped in source.c. */
@@ -207,7 +214,8 @@ int residents_make(ps_chunks *cs, const uint8_t *resident);
 /* -- chunk/schedule.c */
 void note_use(ps_chunks *cs, chunk *c, int t, bool write);
 void note_end(ps_chunks *cs, const chunk *c);         /* records that nobody reads c after its last use */
-int advance(ps_chunks *cs);                           /* begins moves of the plan, and waits for those that are due */
+int advance(ps_chunks *cs);                           /* begins moves of the plan, and waits for the moves that are
+                                                       * due */
 int64_t next_use_of(const ps_chunks *cs, const chunk *c);   /* number of moments until c's next use, or INT64_MAX */
 void done_with(ps_chunks *cs, chunk *c, int t);       /* c's last pin on t has ended, so c may move now */
 void step_off(ps_chunks *cs);

@@ -74,7 +74,8 @@ static int stream_of_uses(planner *p)
 }
 
 /* -- the stream of the second level ------------------------------------------------------------------------------- */
-/* Appends moves of level 0, starting at index *next, as long as they can begin before the uses of `moment`. */
+/* Appends events for the moves of level 0, starting with move *next, as long as the moves can begin before the uses
+ * of `moment`. */
 static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t moment, int32_t *group)
 {
     static const int kinds[] = { [PS_MOVE_FETCH] = EV_SOURCE, [PS_MOVE_EVICT] = EV_DEST, [PS_MOVE_DROP] = EV_GONE };
@@ -142,8 +143,8 @@ static void fill_at(planner *p, int l)
     }
 }
 
-/* Simulates one step on the first `levels` levels, with the present tunings. p->valid has the state before the step,
- * and receives the state after the step. */
+/* Simulates one step on the first `levels` levels, with the present tunings. Before the call p->valid contains the
+ * state before the step, and after the call it contains the state after the step. */
 static int run_round(planner *p, int levels)
 {
     const ps_plan_input *in = p->in;

@@ -10,9 +10,8 @@
  *   - A write makes all other copies stale.
  *   - Dropping a copy costs nothing if a lower tier has a valid copy. Otherwise the contents must first move down.
  *
- * Moves are performed in the order of their list. A move begins no earlier than moment `from`, and no earlier
- * than the first `after` moves of the other level. A use waits for the moves that its moment needs. The list
- * guarantees:
+ * Moves are performed in the order of their list. A move begins at moment `from` or later, and not before the first
+ * `after` moves of the other level. A use waits for the moves that its moment needs. The lists guarantee:
  *   - No tier holds more bytes than its capacity. If the op of a moment needs more, the capacity is larger by `extra`
  *     until the moves that the next moment waits for are done.
  *   - Every use finds its chunk, and the last valid copy of a chunk is never dropped.

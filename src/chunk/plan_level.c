@@ -16,11 +16,12 @@
 #include "chunk/plan_level.h"
 
 /* The candidates for eviction are in heaps. There is one heap per WEIGH_* constant of policy.h, and one heap for
- * candidates whose eviction costs no copy. Candidates of the last heap are evicted first. Among the tops of the other
- * heaps, the weights decide. */
+ * candidates whose eviction costs no copy. Candidates of the heap CLASS_FREE are evicted first. The weights choose
+ * among the tops of the other heaps. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
-/* Room is made only for uses that are at most REACH times the read-ahead depth away. This distance is the number of
- * bytes that earlier uses need. Making room sooner would evict chunks that are needed earlier. */
+/* Room is made only for uses whose distance from the use cursor is at most REACH times the read-ahead depth. The
+ * distance is the number of bytes that the uses in between need. Making room sooner would evict chunks that are
+ * needed earlier. */
 enum { REACH = 3 };
 /* A chunk is large if it is larger than the read-ahead depth, or larger than OUTLIER chunks of mean size. An example
  * is a token table, because an update uses its weights and averages at one moment. */
@@ -29,7 +30,7 @@ enum { OUTLIER = 4 };
 typedef struct track {
     /* key: rank as a candidate
      * last: position of the chunk's last event
-     * taken: position of its arrival */
+     * taken: position at which the chunk arrived on this tier */
     double key, last, taken;
     int64_t nbytes;
     int32_t next;                 /* next event after the take cursor (see ps_stream.next) */
@@ -227,7 +228,7 @@ static int64_t limit_at(const ps_level *l, int32_t moment)
     return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
 }
 
-/* Makes room for `nbytes` more bytes within `limit`. Returns 1, or 0 if that is not possible now. Picks chunks by
+/* Makes room for `nbytes` more bytes within `limit`. Returns 1, or 0 if the candidates are too small. Picks chunks by
  * rank until there is enough room, and then puts back the chunks that did not have to be picked. */
 static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
 {
@@ -255,7 +256,7 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
 
 static bool is_large(const run *r, int64_t nbytes) { return nbytes > r->large_from; }
 
-/* Returns the counter for reservations of this size: that of large chunks or that of all other chunks. */
+/* Returns the counter of reserved bytes for a chunk of this size: r->large for a large chunk, otherwise r->waiting. */
 static int64_t *waiting_of(run *r, int64_t nbytes) { return is_large(r, nbytes) ? &r->large : &r->waiting; }
 
 /* Returns the first moment at which a fetch may reserve its memory. Before this moment, all fetches whose chunks have
@@ -272,7 +273,8 @@ static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment, bool must)
 }
 
 /* Reserves memory for the chunk of event i. If `fetch` is set, also fetches the contents of the chunk. Returns 1, or
- * 0 if that is not possible now. `must` means that the event is due. Neither `ahead` nor REACH limits such an event. */
+ * 0 if the memory cannot be reserved now. `must` means that the event is due. Neither `ahead` nor REACH limits such
+ * an event. */
 static int take_space(run *r, int32_t i, bool fetch, bool must)
 {
     const ps_event *e = event_at(r, i);
@@ -393,7 +395,7 @@ static void note_end(run *r, const ps_event *e)
     r->tracks[e->chunk].free_from = e->moment + 1;
 }
 
-/* Processes event i at the take cursor. Returns 1, or 0 if that is not possible now. */
+/* Processes event i at the take cursor. Returns 1, or 0 if the memory that the event needs cannot be reserved now. */
 static int take_event(run *r, int32_t i, bool must)
 {
     const ps_event *e = event_at(r, i);
@@ -414,7 +416,8 @@ static int take_event(run *r, int32_t i, bool must)
     return 1;
 }
 
-/* Processes event i of the next round. It only fetches the chunk of the event early, if that is possible. */
+/* Processes event i of the next round. If possible, fetches the chunk of the event early, and returns 1. Otherwise
+ * does nothing and returns 0. */
 static int take_beyond(run *r, int32_t i)
 {
     const ps_event *e = event_at(r, i);
@@ -428,8 +431,8 @@ static int take_beyond(run *r, int32_t i)
     return take_space(r, i, true, false);
 }
 
-/* Called when the uses of a group have ended. The memory of its chunks no longer counts as waiting, and the chunks
- * become candidates for eviction. Chunks whose contents have ended are dropped at once. */
+/* Called when the uses of a group have ended. The memory of the group's chunks no longer counts as waiting, and the
+ * chunks become candidates for eviction. Chunks whose contents have ended are dropped at once. */
 static int pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {
@@ -510,7 +513,8 @@ static void keep_group(run *r, int32_t first, int32_t end)
         if (r->s->events[i].kind <= EV_WRITE) candidate_remove(r, r->s->events[i].chunk);
 }
 
-/* Evicts chunks that fit only because of a moment's extra room. They must be gone before the next moment begins. */
+/* Evicts chunks that fit only because of a moment's extra room. These chunks must have left before the next moment
+ * begins. */
 static int end_extra(run *r, int32_t moment, int32_t event)
 {
     if (limit_at(r->l, moment) <= r->l->capacity || r->used <= r->l->capacity || moment + 1 >= r->l->n_moments)

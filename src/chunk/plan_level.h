@@ -63,7 +63,7 @@ typedef struct ps_level {
     const ps_policy *policy;
     const ps_tuning *tuning;
     struct ps_level *above;       /* the level whose moves are events here, or NULL */
-    /* at: [n_chunks] set of AT_* before the step. ps_level_run replaces it by the set after the step. */
+    /* at: [n_chunks] set of AT_* before the step. ps_level_run replaces each set by the set after the step. */
     uint8_t *at;
     /* Fields that ps_level_run sets follow. */
     ps_move *moves;
@@ -73,7 +73,7 @@ typedef struct ps_level {
     int32_t bad_event;            /* an event of a group that does not fit, or -1 */
 } ps_level;
 
-/* Sets all fields except events, n and n_chunks, which the caller has set. */
+/* Sets the fields next, first, last, when and total. The caller has set the fields events, n and n_chunks. */
 int ps_stream_link(ps_stream *s, const ps_plan_chunk *chunks, int cyclic);
 void ps_stream_clear(ps_stream *s);
 int ps_level_run(ps_level *l);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Eviction policies decide which chunk leaves a full tier. A policy is a function that ranks chunks, and a row of the
  * table below. The row has the policy's name for the configuration, for error messages and for docs/config.md. A rank
- * must not depend on the present time, because plan_level.c computes it only once, when a chunk is no longer in use.
+ * must not depend on the present time, because plan_level.c computes the rank of a chunk only once, when the chunk is
+ * no longer in use.
  *
  * A plan divides the time until the next use of a candidate by a weight. The weight depends on the copies that the
  * eviction of the candidate costs. A tuning is one set of these weights. A policy that considers costs has several
@@ -19,10 +20,10 @@ static double rank_lru(const ps_victim *v) { return -v->last; }
 static double rank_fifo(const ps_victim *v) { return -v->taken; }
 
 static const ps_tuning even = { { 1, 1, 1 } };
-/* The tunings of `plan`. The planner tries each of them. The first one is the tuning of `belady`, so `plan` is never
- * worse than `belady`. Evicting a dirty chunk costs two copies, but its copy down is often necessary later anyway.
- * Whether that copy should count depends on the trace. With the last tuning, dirty chunks are evicted only if no
- * clean chunks are left. */
+/* The tunings of `plan`. The planner tries each tuning. The first tuning is the tuning of `belady`, so `plan` is
+ * never worse than `belady`. Evicting a dirty chunk costs two copies, but its copy down is often necessary later
+ * anyway. Whether that copy should count depends on the trace. With the last tuning, dirty chunks are evicted only if
+ * no clean chunks are left. */
 static const ps_tuning tunings[] = { { { 1, 1, 1 } }, { { 1, 4, 0.5 } }, { { 1, 1e6, 0.5 } } };
 
 static const ps_policy policies[] = {

@@ -5,9 +5,9 @@
 #define PS_POLICY_H
 #include "ps.h"
 
-/* A candidate for eviction, with the times of its next use, its last use and its arrival. In a plan, these times
- * count the bytes that are used. Without a plan, `next` is the number of moments from now, and the other two times
- * count uses. */
+/* A candidate for eviction, with the times of its next use, its last use and its arrival. In a plan, these times are
+ * positions as in ps_stream.when, which count used bytes. Without a plan, `next` is the number of moments from now,
+ * and `last` and `taken` count uses. */
 typedef struct ps_victim { double next, last, taken; } ps_victim;
 
 /* The copies that the eviction of a chunk costs.

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Residents are chunks that stay on tier 0 during whole steps, without a copy on a lower tier. A plan assumes that
  * the last tier has a place for every chunk. If the last tier is too small, the chunks without a place become
- * residents. Plans then do not contain these chunks, and use a tier 0 that is smaller by their size. In this way
- * device and host (or host and disk) together hold the state, and no byte is held twice. Only a chunk whose uses are
- * all on tier 0 can be a resident. This includes optimizer state that is updated there. */
+ * residents. Plans then do not contain the residents, and the capacity of tier 0 is smaller by the size of the
+ * residents. In this way device and host (or host and disk) together hold the state, and no byte is held twice. Only
+ * a chunk whose uses are all on tier 0 can be a resident. An example is a chunk of optimizer state that is updated on
+ * tier 0. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "chunk/impl.h"
 
-/* The last tier must have extra room for this number of chunks of the largest size. One of them is a short-lived copy
- * through which the host reads a resident. The other one allows two chunks to be swapped. */
+/* The last tier must have extra room for this number of chunks of the largest size. One place is for a short-lived
+ * copy through which the host reads a resident. The other place allows two chunks to be swapped. */
 enum { SPARE = 2 };
 
 typedef struct candidate {
@@ -30,7 +31,7 @@ static int by_worth(const void *a, const void *b)
     return x->chunk < y->chunk ? -1 : 1;
 }
 
-/* Returns the number of bytes that the last tier has for chunks in a step like `trace`. INT64_MAX means no limit. */
+/* Returns the number of bytes that chunks can use on the last tier in a step like `trace`. INT64_MAX means no limit. */
 static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
 {
     int last = cs->n_tiers - 1;

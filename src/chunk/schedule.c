@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file records the uses of chunks in a step, plans the next step from these uses, and performs the plan. A step
- * is correct even if its plan is not. A move that does not match the present place of its chunk is skipped. If the
+ * is correct even if its plan is wrong. A move that does not match the present place of its chunk is skipped. If the
  * plan has not fetched a chunk in time, the pin fetches it. */
 #include <string.h>
 #include "base/alloc.h"
@@ -8,10 +8,10 @@
 #include "base/grow.h"
 #include "chunk/impl.h"
 
-/* The margin that stays free above the peak of tensors outside chunks. It applies to plans in which ops use memory
- * that these tensors leave free. It is OTHER_PAGES pages plus a share of the peak, which is peak / OTHER_SHARE but at
- * most OTHER_MOST bytes. The margin is necessary because a real arena is fragmented differently from the arena of a
- * dry run. */
+/* The margin that stays free above the peak of tensors outside chunks, in plans in which ops use memory that these
+ * tensors leave free:
+ *   margin = OTHER_PAGES * page size + min(peak / OTHER_SHARE, OTHER_MOST)
+ * The margin is necessary because a real arena is fragmented differently from the arena of a dry run. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
 /* A plan returns idle memory of other tensors to the system if that memory is more than 1 / IDLE_SHARE of the
  * budget. */
@@ -155,10 +155,10 @@ typedef struct request {
     int64_t margin[PS_TIERS];
     /* These fields are for the first tier on which the chunks of an op and the peak of other tensors do not fit
      * together. They are 0 if there is no such tier.
-     * wanted: size in bytes of the chunks of the largest op
+     * wanted: maximum size in bytes of the chunks that one op needs on the tier
      * left: capacity of the tier for chunks, in bytes */
     int64_t wanted, left;
-    int32_t short_tier;           /* the number of that tier */
+    int32_t short_tier;           /* number of the tier */
 } request;
 
 static void extra_free(int64_t *extra[PS_TIERS])
@@ -191,7 +191,7 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
 }
 
 /* Returns the margin above the peak of other tensors on tier t. Returns 0 if ops cannot use the memory that other
- * tensors leave free. There are three such cases: the trace does not have the bytes of each moment, the backend
+ * tensors leave free. This happens in three cases: the trace does not have the bytes of each moment, the backend
  * cannot return free memory, or the capacity is smaller than the margin. */
 static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
@@ -217,8 +217,8 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
 }
 
 /* Finds room for ops whose chunks do not fit on tier t together with the peak of other tensors. At its moment, such
- * an op may use memory that other tensors leave free. Only these ops get such memory, because the arena must first
- * return it and later map it again. */
+ * an op may use memory that other tensors leave free. Only these ops use such memory, because the arena must first
+ * return the memory to the system and later map it again. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -240,9 +240,9 @@ static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
     return 0;
 }
 
-/* Returns memory of other tensors to the system, if they used it before the step and it would take much space from
- * the chunks. For example, copies that were made while the model was created used such memory. A smaller amount is
- * kept, because the step would have to map it again. */
+/* Returns idle memory of other tensors to the system if it would take much space from the chunks. An example is the
+ * memory of copies that were made while the model was created. A smaller amount of idle memory is kept, because the
+ * step would have to map it again. */
 static void return_idle(ps_chunks *cs, const ps_trace *trace, int t)
 {
     if (tier_other(cs, t) - trace->other_peak[t] > cs->tiers[t].budget / IDLE_SHARE)
@@ -283,8 +283,8 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         } else {
             /* Six chunks of mean size are two sets of the chunks that an Adam update fetches. If one chunk is far
              * larger than the mean, the depth is two thirds of that chunk. This halves the waiting time of 8 layers
-             * of a Llama of 8 B. If the depth were the whole chunk, the planned steps of all 32 layers of that model
-             * would move 9 % more bytes. */
+             * of a Llama of 8 B. If the depth were the size of the whole chunk, the planned steps of all 32 layers of
+             * that model would move 9 % more bytes. */
             int64_t sets = n > 0 ? total / n * 6 : 0;
             if (sets < largest / 3 * 2) sets = largest / 3 * 2;
             if (ahead > sets) ahead = sets;
@@ -295,8 +295,8 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-/* Returns the sub-code of the error for an op whose chunks have no room. If there are residents, the sub-code
- * differs, because smaller chunks then help more often. */
+/* Returns the sub-code of the error for an op whose chunks have no room. There are two sub-codes, because smaller
+ * chunks help more often if there are residents. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
 /* Raises the error for an op that fits on its tier, if the tier below has no room for the chunks that move through
@@ -645,7 +645,8 @@ int advance(ps_chunks *cs)
 /* -- ahead of the plan -------------------------------------------------------------------------------------------- */
 /* A plan moves a chunk up only shortly before its next use. If there is room, two kinds of moves are made earlier:
  *   - A chunk whose next use is on the tier below moves down at once.
- *   - A chunk that was updated below for the last time in this step moves back up when no other chunk is moving up.
+ *   - A chunk that was used on the tier below for the last time in this step moves back up when no other chunk is
+ *     moving up.
  *     Otherwise the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
@@ -655,8 +656,8 @@ static void leave_early(ps_chunks *cs, chunk *c, int t)
     if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);
 }
 
-/* Returns the smallest number of bytes that tier 0 will have free until the end of the plan, if there are no other
- * moves. */
+/* Returns the smallest number of bytes that will be free on tier 0 at any time until the end of the plan, if only the
+ * moves of the plan are made. */
 static int64_t room_to_stay(ps_chunks *cs)
 {
     int64_t room = tier_room(cs, 0), least;

@@ -27,7 +27,7 @@ struct ps_source_job {
      * part: index of the first part that is not wholly taken
      * reading: number of threads that are reading */
     int32_t part, reading;
-    int64_t at;                 /* number of bytes of that part that are taken */
+    int64_t at;                 /* number of bytes of part `part` that are taken */
     bool done;
     ps_source_job *next;
 };
@@ -51,15 +51,16 @@ struct ps_source {
     pthread_mutex_t lock;
     pthread_cond_t work, ended;
     bool stop;                  /* guarded by the lock */
-    /* first, last: the queue of the jobs that have parts that no thread has taken. The lock guards it. */
+    /* first, last: the queue of jobs, which the lock guards. A job leaves the queue when threads have taken all of
+     * its parts. */
     ps_source_job *first, *last;
     int n_readers;
     reader readers[THREADS];
 };
 
 /* -- the threads --------------------------------------------------------------------------------------------------- */
-/* Gives the system advice about all pages that contain these n bytes. A loan maps whole pages that no one else uses,
- * so no other bytes are affected. */
+/* Calls madvise for all pages that contain these n bytes. A loan maps whole pages that no one else uses, so the call
+ * affects no other bytes. */
 static void advise(const char *bytes, int64_t n, int advice)
 {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)bytes & ~(page - 1);
@@ -79,7 +80,7 @@ static void put(const range *x, int64_t done, char *dst, const char *src, int64_
 
 /* Reads a range with reads that bypass the page cache. The bytes of a tensor in a safetensors file can begin at any
  * offset. Therefore the aligned range around a block is read into `staging`, and the block is copied from there.
- * Returns the number of bytes that were read. It is smaller than the size of the range if a read failed. */
+ * Returns the number of bytes that were read. This number is smaller than the size of the range if a read failed. */
 static int64_t read_direct(const range *x, char *dst, char *staging)
 {
     int fd = x->part->file[x->i].fd;
@@ -96,9 +97,9 @@ static int64_t read_direct(const range *x, char *dst, char *staging)
     return x->nbytes;
 }
 
-/* Copies bytes of a range from the mapped file, starting at byte `begin` of the range. Removes their pages from the
- * process at once, so that they do not count as memory of the process. If the user owns the file, also removes the
- * pages from the page cache. Otherwise a large model would push other files out of the cache. */
+/* Copies bytes of a range from the mapped file, starting at byte `begin` of the range. Removes the pages of these
+ * bytes from the process at once, so that the pages do not count as memory of the process. If the user owns the file,
+ * also removes the pages from the page cache. Otherwise a large model would push other files out of the cache. */
 static void copy_mapped(const range *x, int64_t begin, char *dst)
 {
     const char *src = (const char *)x->part->loans.loan[x->i].bytes + x->at + begin;
@@ -121,8 +122,9 @@ void source_copy(char *dst, const char *src, int64_t nbytes)
     copy_mapped(&(range){ &p, 0, 0, nbytes }, 0, dst);
 }
 
-/* Reads a piece of a part that begins at dst. If bytes cannot be read with the page cache bypassed, they are copied
- * from the mapped pages. The mapped pages also detect truncated files. */
+/* Reads a piece of a part. dst is the place at which the part begins in memory. If reads that bypass the page cache
+ * are impossible or fail, the remaining bytes are copied from the mapped pages. The access to mapped pages also
+ * detects truncated files. */
 static void read_piece(const piece *x, char *dst, char *staging)
 {
     const ps_loans *loans = &x->part->loans;
@@ -135,9 +137,9 @@ static void read_piece(const piece *x, char *dst, char *staging)
     }
 }
 
-/* Returns the size in bytes of the next piece of a part, which starts at byte `at`. The part must have more bytes
- * than this. For one loan, a piece is a block whose end is aligned in the file. For two loans, a piece has whole
- * blocks of both loans, and the aligned range of each loan fits in `staging`. */
+/* Returns the size in bytes of the piece that starts at byte `at` of a part, if more bytes than this remain in the
+ * part. For one loan, a piece is a block whose end is aligned in the file. For two loans, a piece has whole blocks of
+ * both loans, and the aligned range of each loan fits in `staging`. */
 static int64_t piece_nbytes(const source_part *p, int64_t at)
 {
     if (p->loans.n == 1) return BLOCK - (p->file[0].offset + at) % PS_DIRECT_ALIGN;
@@ -284,7 +286,7 @@ void source_drop(chunk *c)
     c->n_source = c->source_capacity = 0;
 }
 
-/* Returns true if parts can be added to the source of c. This is the case if c has no contents outside its source. */
+/* Returns true if parts can be added to the source of c, because c has no contents outside its source. */
 static bool takes_parts(const ps_chunks *cs, const chunk *c)
 {
     if (!cs->disk || c->transfer || c->pins > 0 || c->extent >= 0) return false;
@@ -300,8 +302,8 @@ static int32_t part_of(const chunk *c, const member *m)
     return -1;
 }
 
-/* Moves the loans of s to *out. s must have borrowed bytes, or be in a chunk that has a source. Returns false if that
- * is not possible now. */
+/* Moves the loans of s to *out. s must have borrowed bytes, or be in a chunk that has a source. Returns false if the
+ * loans cannot be moved now. */
 static bool take_loans(ps_chunks *cs, ps_storage *s, ps_loans *out)
 {
     if (!ps_storage_is_of(s, &cs->base)) return ps_storage_take_loans(s, out);

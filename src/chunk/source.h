@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A source provides the contents of a chunk from a mapped file of the user. An example is a chunk of frozen weights
  * in a safetensors file. Such a chunk counts as being on the disk tier, but it has no extent there. It is read from
- * its source and never written to it. The first write to the chunk ends the source. Two threads read sources. They
- * bypass the page cache if the file system allows it, and read the mapped pages otherwise. */
+ * its source and never written to it. The first write to the chunk ends the source. Two threads read sources. The
+ * threads bypass the page cache if the file system allows it. Otherwise they read the mapped pages. */
 #ifndef PS_SOURCE_H
 #define PS_SOURCE_H
 #include <stdbool.h>
 #include <stdint.h>
 #include "mem/mem.h"
 
-/* A range of a chunk whose bytes are borrowed through loans. The range begins at offset `at` of the chunk. */
+/* A range of nbytes bytes of a chunk, starting at offset `at` of the chunk. The bytes are borrowed through loans. */
 typedef struct source_part {
     int64_t at, nbytes;
     ps_loans loans;
@@ -26,8 +26,8 @@ int ps_source_open(ps_source **out);
 /* Must be called after all jobs were waited for. `source` may be NULL. */
 void ps_source_close(ps_source *source);
 /* Begins a job that fills `nbytes` bytes at dst from parts. The parts must be in order and must not overlap. The
- * bytes between them become 0. `parts` and dst must stay valid until ps_source_wait. Fails if the file of a lender
- * has changed. */
+ * bytes of dst that belong to no part become 0. `parts` and dst must stay valid until ps_source_wait. Fails if the
+ * file of a lender has changed. */
 int ps_source_read(ps_source *source, const source_part *parts, int32_t n, void *dst, int64_t nbytes,
                    ps_source_job **out);
 /* Returns 1 if the job has ended, and frees the job. Returns 0 if it is still in progress, which happens only if

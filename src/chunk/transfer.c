@@ -54,7 +54,7 @@ void record_tiers(ps_chunks *cs)
     }
 }
 
-/* Called after c has got memory on tier t, has freed it, or was copied there. */
+/* Called after memory for c was allocated or freed on tier t, or after c was copied to tier t. */
 static void record_chunk(ps_chunks *cs, const chunk *c, int what, int from, int t)
 {
     if (!ps_record_on()) return;
@@ -100,8 +100,8 @@ static void poison(void *p, int64_t nbytes) { memset(p, 0xA5, (size_t)nbytes); }
 
 static void region_free(tier *at, void *p, int64_t nbytes) { at->be->region_free(at->be, p, (size_t)nbytes); }
 
-/* Frees memory that is kept for reuse, until `until_room` bytes are free. If `until_room` is INT64_MAX, frees all of
- * it. */
+/* Frees memory that is kept for reuse, until `until_room` bytes are free. If `until_room` is INT64_MAX, frees all
+ * kept memory. */
 void cache_clear(ps_chunks *cs, int t, int64_t until_room)
 {
     tier *at = &cs->tiers[t];
@@ -126,8 +126,8 @@ static void *cache_take(tier *at, int64_t nbytes)
 
 /* Makes a region for a slot from memory that is kept for reuse. New memory would be slower, because the system clears
  * its pages, which can take longer than reading a chunk from the disk. The kept regions have other sizes, and they
- * lose their first bytes. lacking: number of bytes of kept memory that must be given up to make room for the slot.
- * *fresh receives the number of bytes of the region that have no memory yet. */
+ * lose their first bytes. `lacking` is the number of bytes of kept memory that must be used or freed to make room for
+ * the slot. Sets *fresh to the number of bytes of the new region that have no memory yet. */
 static int region_remake(tier *at, int64_t nbytes, int64_t lacking, void **out, int64_t *fresh)
 {
     PS_TRY(at->be->region_new(at->be, (size_t)nbytes, out));
@@ -183,8 +183,8 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
-/* Returns true if the extent of c can be freed. This is the case if its contents are stale. If `redundant` is set, it
- * is also the case if a higher tier has the same contents. */
+/* Returns true if the extent of c can be freed. An extent can be freed if its contents are stale. If `redundant` is
+ * set, it can also be freed if a higher tier has the same contents. */
 static bool can_give_extent(const chunk *c, int disk, bool redundant)
 {
     if (c->dead || c->extent < 0 || c->transfer) return false;
@@ -212,8 +212,8 @@ static int extent_take(ps_chunks *cs, chunk *c)
 enum { SPARE_NBYTES = 64 << 20, GRANT_NBYTES = SPARE_NBYTES / 4 };
 
 /* Returns true if the system has this number of bytes for tier t. On the host, some spare memory must remain free.
- * Asking the system takes longer than allocating a small slot. Therefore one query serves several slots, and these
- * use at most a fraction of the spare memory. */
+ * Asking the system takes longer than allocating a small slot. Therefore one query serves several slots, which
+ * together use at most a quarter of the spare memory if they are small. */
 static bool system_has(tier *at, int64_t nbytes)
 {
     if (!at->be->is_host) return at->be->bytes_available(at->be) >= nbytes;
@@ -327,8 +327,8 @@ static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_beh
 
 /* Begins to fetch c into the memory of a chunk that is still being evicted. Both directions then stay busy while the
  * caller computes. c is the heir of the evicted chunk. The copy engine starts the fetch when the copy down has ended.
- * transfers_poll then gives the memory to c, or leaves it to the evicted chunk if the copy down failed. Returns 1 if
- * no chunk of the same size as c is being evicted. */
+ * transfer_end() then assigns the memory to c. If the copy down failed, the evicted chunk keeps the memory. Returns 1
+ * if no chunk of the same size as c is being evicted. */
 static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
@@ -403,7 +403,8 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     record_chunk(cs, c, PS_CHUNK_MOVE, from, to);
     ps_record_event e = { .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
                           .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to };
-    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* times by the device's clock, if it has any */
+    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* begin and end of the copy by the device's clock; 0 if
+                                                          * unknown */
     if (x->copy && x->began_ns && ran[0]) e.begin_ns = ran[0], e.end_ns = ran[1];
     ps_record_end(e);
 }
@@ -499,8 +500,9 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
 /* A moment after all known uses. It is small enough that a double can still represent halves, because pick adds 0.5. */
 static const int64_t NO_USE_KNOWN = 1000000000000000;
 
-/* Returns the policy's rank of a chunk when there is no plan. Chunks whose next use is unknown are assumed to be used
- * after all others. Among these, the least recently used chunk is assumed to be used last. */
+/* Returns the policy's rank of a chunk when there is no plan. A chunk whose next use is unknown is assumed to be used
+ * after all chunks whose next use is known. Among the chunks whose next use is unknown, the least recently used chunk
+ * is assumed to be used last. */
 static double rank_of(ps_chunks *cs, const chunk *c)
 {
     int64_t next = next_use_of(cs, c);
@@ -514,17 +516,17 @@ static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *kee
     return !c->dead && c != keep && c->slot[t] && c->pins == 0 && !c->transfer && !(c->resident && t == 0);
 }
 
-/* Returns true if tier t is host memory and the last tier. A chunk can then leave it only by moving up. */
+/* Returns true if tier t is host memory and the last tier, so that a chunk can leave tier t only by moving up. */
 static bool only_up(const ps_chunks *cs, int t) { return t > 0 && t + 1 == cs->n_tiers && !is_disk(cs, t); }
 
-/* Returns true if c's copy on tier t can be dropped, because tier t - 1 also has one. */
+/* Returns true if c's copy on tier t can be dropped, because tier t - 1 also has a copy of c. */
 static bool doubled(const chunk *c, int t, const chunk *keep)
 {
     return t > 0 && !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
-/* Returns true if c can leave tier t without a copy. This is the case if a lower tier has its contents, or if its
- * slot on tier t has no contents. */
+/* Returns true if c can leave tier t without being copied, because a lower tier has the contents of c, or because the
+ * slot of c on tier t has no contents. */
 static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
 {
     for (int lower = t + 1; lower < cs->n_tiers; lower++) if (has_copy(c, lower)) return true;
@@ -587,7 +589,7 @@ static int64_t coming(const ps_chunks *cs, int t)
 }
 
 /* Makes room on tier t, which is the last tier. First drops copies of chunks that tier t - 1 also has, starting with
- * those of residents. Then moves chunks up while there is room above, starting with the highest rank. */
+ * the copies of residents. Then moves chunks up while there is room above, starting with the highest rank. */
 static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     for (int others = 0; others < 2; others++)
@@ -640,7 +642,8 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
         if (rc != 0) break;
         if (!c->transfer && tier_room(cs, t) <= before) break;
     }
-    /* pick skips pinned chunks. Their copies on this tier can be dropped if tier t - 1 also has copies. */
+    /* pick() skips pinned chunks. The copies of pinned chunks on this tier can be dropped if tier t - 1 also has
+     * copies of these chunks. */
     for (int32_t i = 0; i < cs->n_chunks && tier_room(cs, t) + coming(cs, t) < nbytes; i++) {
         chunk *c = chunk_at(cs, i);
         if (c->pins > 0 && doubled(c, t, keep)) slot_drop(cs, c, t);
@@ -712,7 +715,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
         if (rc < 0) return rc;
         PS_TRY(transfers_poll(cs, true, c));
     }
-    /* The eviction of c is now pointless. Waits until it has ended. */
+    /* The eviction of c is now pointless. Waits until the eviction has ended. */
     if (c->transfer) PS_TRY(transfers_poll(cs, true, c));
     return has_copy(c, t) ? 0 : bring(cs, c, t);
 }
