@@ -121,7 +121,7 @@ static void by_caller(lua_State *L, const char *function)
     lua_settop(L, 1);
 }
 
-static bool keeps_locals;        /* true if a script runs and a prompt will open when it fails */
+static bool keeps_locals;        /* true if a script runs and a prompt will open when the script fails */
 
 /* Records the script's variables (lua/ps/prompt/locals.lua) while the script's frames still exist. The error stays at
  * index 1. */
@@ -235,7 +235,7 @@ static bool join(char *out, const char *folder, const char *name)
     return n > 0 && n < PATH_MAX;
 }
 
-/* Uses `folder` as ROOT if it is a tree of Lua files. */
+/* Sets ROOT to `folder` if it contains the Lua files. Otherwise returns false. */
 static bool take_root(struct program *p, const char *folder)
 {
     char probe[PATH_MAX];

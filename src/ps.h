@@ -84,7 +84,7 @@ typedef struct ps_error_detail {
   int32_t final;               /* 1 if the error has ended the group of ranks, so that repeating the call cannot
                                 * succeed; otherwise 0 */
 } ps_error_detail;
-/* Returns the details of the last error. They are valid until the next error of this thread. */
+/* Returns the details of the last error. The details are valid until the next error of this thread. */
 const ps_error_detail *ps_error_get_detail(void);
 const char *ps_version(void);
 const char *ps_abi_hash(void);           /* hash of the text of these declarations; the Lua half compares this hash
@@ -261,10 +261,10 @@ int ps_tensor_stats(const ps_tensor *t, ps_stats *out);
  * the tensor has these bytes. Returns PS_EUNSUP for any other tensor, or PS_EDRY if the tensor was made in a dry
  * run. */
 int ps_tensor_address(ps_tensor *t, void **out);
-/* Read or write elements of a host tensor as doubles, for printing and for item(). The tensor may have any strides.
- * `first` is the flat (row-major) position of the first element. Both functions return PS_ERANGE if the tensor has no
- * such positions, PS_ESTALE if the tensor's bytes are gone, PS_EUNSUP if the processor cannot read the device's
- * memory, or PS_EDRY if the tensor was made in a dry run. */
+/* These functions read or write elements of a host tensor as doubles, for printing and for item(). The tensor may
+ * have any strides. `first` is the flat (row-major) position of the first element. Both functions return PS_ERANGE if
+ * the tensor has no such positions, PS_ESTALE if the tensor's bytes are gone, PS_EUNSUP if the processor cannot read
+ * the device's memory, or PS_EDRY if the tensor was made in a dry run. */
 int ps_tensor_read_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst);
 int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double *src);
 /* Returns a copy of t on a device. If t is already on that device, returns t itself with an additional reference.
@@ -681,8 +681,8 @@ const char *ps_gguf_type_name(int type);        /* returns a name such as "Q4_0"
 int ps_gguf_meta_count(const ps_gguf *g);
 const char *ps_gguf_meta_key(const ps_gguf *g, int i);
 int ps_gguf_meta_find(const ps_gguf *g, const char *key);   /* returns the index of the entry, or -1 */
-/* Reads value k of entry i. The values count from 0, and an entry that is not an array has only value 0. If k is -1,
- * the function reads only the types and n. Returns PS_ERANGE if there is no such value, or PS_EIO if the file was
+/* Reads value k of entry i. Values are numbered from 0, and an entry that is not an array has only value 0. If k is
+ * -1, the function reads only the types and n. Returns PS_ERANGE if there is no such value, or PS_EIO if the file was
  * truncated. */
 int ps_gguf_meta_get(const ps_gguf *g, int i, int64_t k, ps_gguf_value *out);
 /* Sets how tensor i is read. If `transposed` is 1, the two dimensions of a matrix are swapped. If `heads` is not 0,
@@ -729,8 +729,8 @@ int ps_ggufw_add(ps_ggufw *w, const char *name, const char *type, int ndim, cons
  * of entries. Returns errors of ps_ggufw_new. */
 int ps_ggufw_begin(ps_ggufw *w, const void *meta, int64_t nbytes, int64_t entries);
 /* Appends the next values of a tensor. Threads convert and write the values. An error of a value or of the disk may
- * therefore be returned by a later append or by the commit. If several values have errors, the earliest one is
- * returned. Returns errors of ps_ggufw_new. */
+ * therefore be returned by a later append or by the commit. If several values have errors, the error of the earliest
+ * value is returned. Returns errors of ps_ggufw_new. */
 int ps_ggufw_append(ps_ggufw *w, const char *name, int dtype, const void *data, int64_t numel);
 /* Flushes the file to the disk with fsync, renames the file to the path, and flushes the folder. Returns errors of
  * ps_ggufw_new. */
@@ -811,8 +811,8 @@ typedef struct ps_loader_config {
   uint64_t seed;
   int32_t shuffle;           /* 1: each epoch visits every window once, in a random order and from a random offset */
   int32_t ahead;             /* number of batches that the background thread prepares in advance, >= 1 */
-  int32_t rank, world_size;  /* A global batch has world_size * batch rows. This rank reads rows [rank, rank + 1) *
-                              * batch of it. A world_size of 0 means 1. */
+  int32_t rank, world_size;  /* A global batch has world_size * batch rows. This rank reads the rows of the global
+                              * batch from rank * batch to (rank + 1) * batch - 1. A world_size of 0 means 1. */
 } ps_loader_config;
 /* Position of the next batch. All ranks have the same position. */
 typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position;
@@ -846,7 +846,8 @@ void ps_tok_free(ps_tok *t);
  *   "vocab.json": {"token": id}.
  *   "vocab.txt": one token per line; ids count from 0.
  *   "merges.txt": merges. The vocabulary must be read before this file.
- *   "tiktoken": on each line, a token in base64 and its rank. Tokens are then spelled in GPT-2's letters.
+ *   "tiktoken": each line contains a token in base64 and the token's rank. Tokens are then spelled in GPT-2's
+ *   letters.
  *   "tokenizer.json": the vocabulary and merges of its model are read. ps_tok_rest lends the rest of its text.
  * Returns PS_EIO if the file cannot be read, PS_EFORMAT if it does not have this format, PS_EINVAL for an unknown
  * format, setting or value, or PS_EUNSUP if a setting or pattern is not supported. */
@@ -880,7 +881,7 @@ int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int fla
 /* Completes the tokenizer. Returns PS_EFORMAT if files or settings are missing. */
 int ps_tok_ready(ps_tok *t);
 int64_t ps_tok_count(const ps_tok *t);   /* returns the largest id plus 1 */
-/* Returns the id of a token, spelled as in files, or -1 if there is no such token. */
+/* Returns the id of a token, or -1 if there is no such token. `token` is spelled as in files. */
 int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes);
 /* Returns the text of a token. Returns PS_ERANGE if there is no such id. */
 int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes);
@@ -898,8 +899,8 @@ typedef struct ps_tok_lost {
   int64_t example;                       /* for an encoder: number of the example of the first such character */
   uint32_t first;                        /* code point of the first such character */
 } ps_tok_lost;
-/* Sets *out to the characters that ps_tok_encode and ps_tok_encode_block have left out since the last call. Returns
- * PS_EINVAL if `out` is NULL. */
+/* Sets *out to the characters that ps_tok_encode and ps_tok_encode_block have left out since the last call of
+ * ps_tok_take_lost. Returns PS_EINVAL if `out` is NULL. */
 int ps_tok_take_lost(ps_tok *t, ps_tok_lost *out);
 /* Returns the text of ids, lent like ids. The flag SKIP omits special tokens. With the flag BYTES the bytes of the
  * text are unchanged; without it, invalid UTF-8 becomes U+FFFD. Returns PS_ERANGE if an id is not a token. */
@@ -1161,10 +1162,10 @@ typedef struct ps_step_config {
   int32_t pad;
 } ps_step_config;
 /* Begins a step. Returns PS_ESTATE if another step is in progress, or if a dry run finds gradients. Returns PS_EINVAL
- * if the table has no backward, if it has a norm before a backward, or if it has an INPUT without a later WEIGHT.
- * Also returns PS_EINVAL if the WEIGHTs of a virtual stage have another order than its INPUTs, because the order of
- * the sums would change. Returns PS_ERANGE if the trace no longer exists, or PS_ENOMEM if a tier is too small for the
- * step. */
+ * if the table has no backward, if the table has a norm before a backward, or if the table has an INPUT without a
+ * later WEIGHT. Also returns PS_EINVAL if the WEIGHTs of a virtual stage have another order than its INPUTs, because
+ * the order of the sums would change. Returns PS_ERANGE if the trace no longer exists, or PS_ENOMEM if a tier is too
+ * small for the step. */
 int ps_step_begin(ps_step *step, const ps_step_config *config);
 enum { PS_MAX_STATES = 6, PS_UPDATE_ATTRS = 20 };
 /* Optimizer settings of a group of parameters. */
@@ -1172,8 +1173,8 @@ typedef struct ps_update_group {
   double attrs[PS_UPDATE_ATTRS];   /* attributes of the group's op (struct ps_attrs_<op>), except those that
                                     * ps_update_attrs sets */
   double scale;                /* factor on the gradients of this group, in addition to the action's factor */
-  int32_t op;                  /* PS_OP_* of an update. Its inputs are param, master, grad and states, repeated for
-                                * each parameter. */
+  int32_t op;                  /* PS_OP_* of an update. The op's inputs are param, master, grad and states, repeated
+                                * for each parameter. */
   int32_t n_states;            /* number of state tensors per parameter in the op's inputs */
   int32_t n_needed;            /* number of leading state tensors that a parameter must have. For each other state
                                 * tensor that is missing, the master is passed instead. */
@@ -1207,9 +1208,9 @@ typedef struct ps_action_how {
  * backward in a step that has a norm or several virtual stages, or for `slot` in a backward that is not the last one
  * of its virtual stage. */
 int ps_step_next(ps_step *step, int kind, const ps_action_how *how);
-/* Ends the action in progress. For a backward, this completes its work: the gradients become final, sums over ranks
- * arrive, and units are updated. After an error the action is still in progress. Returns PS_ESTATE if no action is in
- * progress. Also returns errors of ps_apply. */
+/* Ends the action in progress. For a backward, the call completes the work of the backward: the gradients become
+ * final, sums over ranks arrive, and units are updated. After an error the action is still in progress. Returns
+ * PS_ESTATE if no action is in progress. Also returns errors of ps_apply. */
 int ps_step_done(ps_step *step);
 /* Pauses the script at a prompt. A step may be in progress. Computations until ps_resume do not belong to the step.
  * They are not recorded for backward, and their uses of chunks are not recorded. They do not advance the step's
@@ -1319,9 +1320,9 @@ typedef struct ps_pipe_rank_times {
 } ps_pipe_rank_times;
 /* Simulates a table with a cost for each virtual stage. If `costs` is NULL, the costs forward, input and weight are
  * 1. If `link` is NULL, transfers take no time. `ranks` is [stages] or NULL. `spans` is [stages]. Each entry of
- * `spans` is NULL or an array of the length of its row. Returns PS_EINVAL if a cost is negative or not a number, or
- * if ranks wait for each other in a cycle. A cycle is possible only with links of limited depth. The message shows
- * the cycle. */
+ * `spans` is NULL or an array with one span for each action of the rank's row. Returns PS_EINVAL if a cost is
+ * negative or not a number, or if ranks wait for each other in a cycle. A cycle is possible only with links of
+ * limited depth. The message shows the cycle. */
 int ps_pipe_simulate(const ps_pipe_table *t, const ps_pipe_cost *costs, const ps_pipe_link *link, ps_pipe_times *out,
                      ps_pipe_rank_times *ranks, ps_pipe_span *const *spans);
 /* Simulated times of a split of a model. A model consists of parts (embedding, layers, head). A split is the number
@@ -1461,7 +1462,7 @@ typedef struct ps_part_config {
                                 * `device` */
   int32_t device, stripe;
   int32_t reads;               /* 1 for values: every rank uses the owner's values. 0 for gradients. */
-  int32_t keeps;               /* 1 if the bytes stay until the end of the step after they have been read */
+  int32_t keeps;               /* 1 if the bytes, once they have been read, stay until the end of the step */
   int64_t nbytes;
 } ps_part_config;
 /* Makes a part. Returns PS_EINVAL if a rank, stripe, chunk or size does not fit, or PS_ESTATE if the chunks are not
@@ -1470,13 +1471,14 @@ int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part);
 /* Drops a part that has no tensors. A part with tensors is dropped with its last tensor. Returns PS_EINVAL if there
  * is no such part. */
 int ps_engine_part_drop(ps_ctx *ctx, int32_t part);
-/* Like ps_engine_adopt and ps_engine_tensor_new, with a part instead of a chunk. They return the errors of these
- * functions. If the tensor is already in a part, all ranks must call ps_engine_part_adopt. */
+/* Like ps_engine_adopt and ps_engine_tensor_new, with a part instead of a chunk. They return the errors of
+ * ps_engine_adopt and ps_engine_tensor_new. If the tensor is already in a part, all ranks must call
+ * ps_engine_part_adopt. */
 int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset, const char *name);
 int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t part, int64_t offset,
                           const char *name, ps_tensor **out);
-/* Returns a tensor over those bytes of t that only this rank uses. *out is NULL if another rank owns these bytes.
- * Returns PS_EINVAL if t is in no chunk and in no part. */
+/* Returns a tensor that covers the bytes of t that only this rank uses. *out is NULL if another rank owns these
+ * bytes. Returns PS_EINVAL if t is in no chunk and in no part. */
 int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
 /* Returns a hash of the gathers that the step expects, or 0 if no gathers are known. If the hashes of ranks differ,
  * no rank may gather in advance, and all ranks must drop the expected gathers with ps_engine_gathers_drop. */
@@ -1500,8 +1502,8 @@ int ps_engine_stages(ps_ctx *ctx, ps_group *stages, ps_group *copies, int32_t n_
  * group. Returns PS_ESTATE if there are already parameters, or if the function was called before. Can also return
  * PS_ENOMEM. */
 int ps_engine_tensor_parallel(ps_ctx *ctx, ps_group *tp);
-/* Plans the collectives of the step that begins. The plan contains the collectives of `group` that were recorded by
- * the dry run of a trace. *hash is a hash of the plan. It is 0 if the dry run recorded no collectives, if there is no
+/* Plans the collectives of the step that begins. The plan contains the collectives of `group` that the dry run of
+ * trace `trace` recorded. *hash is a hash of the plan. It is 0 if the dry run recorded no collectives, if there is no
  * such trace, or if there is no memory for a plan. Returns PS_ESTATE if no engine is open. */
 int ps_engine_plan_calls(ps_ctx *ctx, int32_t trace, ps_group *group, uint64_t *hash);
 /* Returns the ops (PS_OP_*) that ran in the forward of a trace's dry run, in order and without views. *n is 0 if
@@ -1547,20 +1549,20 @@ enum { PS_TP_WHOLE, PS_TP_SPLIT, PS_TP_PARTIAL };
  * lacks its first use, its ranks or a tensor for its gradient; a shard lacks its tensor-parallel group; a tensor is
  * missing or does not fit. */
 int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, int n_groups);
-/* Sets the device on which ops see a parameter and its gradient. It is the compute device or the host. Returns
+/* Sets the device on which ops see a parameter and its gradient. `device` is the compute device or the host. Returns
  * PS_EINVAL for another device, or if the tensor is in no chunk. Returns PS_ESTATE if the tensor has a gradient or a
  * history. */
 int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device);
-/* Sets where a unit is updated. 1 is the device. 0, the default, is the host. Returns PS_ERANGE if there is no such
- * unit. */
+/* Sets where a unit is updated. If `on_device` is 1, it is updated on the device. If `on_device` is 0, which is the
+ * default, it is updated on the host. Returns PS_ERANGE if there is no such unit. */
 int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);
 /* Computes the sum of squares of all gradients. The sum is infinite or NaN if a gradient is infinite or NaN. The call
  * must be made within the step's norm. Returns PS_ESTATE if the step's norm is not in progress. Also returns errors
  * of ps_apply and of ranks. */
 int ps_engine_sq_norm(ps_ctx *ctx, double *out);
 /* Returns the sum of squares of the gradients of n consecutive parameters of the model. `first` is the number
- * (ps_param.number) of the first one. The parameters may be on any rank. The call must follow the norm in the same
- * step. Returns PS_ERANGE if the model has no such numbers. */
+ * (ps_param.number) of the first parameter. The parameters may be on any rank. The call must follow the norm in the
+ * same step. Returns PS_ERANGE if the model has no such numbers. */
 int ps_engine_sq_norm_of(ps_ctx *ctx, int32_t first, int32_t n, double *out);
 /* Updates all parameters that this step has not updated yet. The call must be made within the step's update.
  * Gradients are multiplied by the action's scale and then dropped. Returns PS_ESTATE if the step's update is not in
@@ -1656,25 +1658,26 @@ int ps_file_target(const char *path, char *out, int64_t room);
 int ps_file_swap_folder(const char *from, const char *path);
 /* Diverts files. From now on, the files that this process writes through the functions of this header are stored in
  * `folder`. The process still reads them under their own paths. The folders of these paths need not exist, and cannot
- * be renamed. Zeros take no space in a diverted file. If `folder` is NULL, the diversion ends. Returns PS_EINVAL if
- * `folder` is "" or too long. Can also return PS_ENOMEM. */
+ * be renamed. Zeros occupy no disk space in a diverted file. If `folder` is NULL, the diversion ends. Returns
+ * PS_EINVAL if `folder` is "" or too long. Can also return PS_ENOMEM. */
 int ps_file_divert(const char *folder);
-/* Returns 1 if a path is diverted, and stores the other path in out [room]. If `writes` is 1, a path is diverted if
- * the file would be written at the other path. If `writes` is 0, a path is diverted if the file was written at the
- * other path and would be read from it. Returns 0 if the path itself is used. Returns PS_EINVAL if an argument is
- * NULL, or PS_ERANGE if `room` is too small. */
+/* Returns 1 if a path is diverted to another path, and stores the other path in out [room]. If `writes` is 1, a path
+ * is diverted if the file would be written at the other path. If `writes` is 0, a path is diverted if the file was
+ * written at the other path and would be read from it. Returns 0 if the path itself is used. Returns PS_EINVAL if an
+ * argument is NULL, or PS_ERANGE if `room` is too small. */
 int ps_file_diverted(const char *path, int writes, char *out, int64_t room);
 
 /* -- the process ----------------------------------------------------------------------------------------------------
  */
 double ps_now(void);                     /* returns the seconds of a monotonic clock */
 int64_t ps_rss_peak(void);               /* returns the peak of the process's resident memory in bytes */
-/* Performs once, with zeros, each matrix product that the processor has computed with the current number of threads.
- * Products of dry runs are included. The products are performed in the order of their first use. Afterwards the
- * process holds the memory that oneDNN keeps for these products (code, heap buffers, pages of libraries). *operations
- * is the number of operations of all products. Returns 1 if the products were performed. Returns 0 and performs none
- * of them if this number is more than `most`, if a product writes more than 128 MiB, or if there were too many kinds
- * of products to record. Returns PS_ENOMEM if there is no memory for the operands. Can also return PS_EBACKEND. */
+/* Performs once, with zeros as operands, each matrix product that the processor has computed with the current number
+ * of threads. Products of dry runs are included. The products are performed in the order of their first use.
+ * Afterwards the process holds the memory that oneDNN keeps for these products (code, heap buffers, pages of
+ * libraries). *operations is the number of operations of all products. Returns 1 if the products were performed.
+ * Returns 0 and performs none of them if this number is more than `most`, if a product writes more than 128 MiB, or
+ * if there were too many kinds of products to record. Returns PS_ENOMEM if there is no memory for the operands. Can
+ * also return PS_EBACKEND. */
 int ps_products_rehearse(double most, double *operations);
 /* From now on, the first Ctrl-C, SIGTERM or SIGHUP is counted and does not end the process. After the first signal,
  * the next Ctrl-C or SIGTERM ends the process. Returns PS_EINVAL if the system refused to install the handlers. */
@@ -1822,10 +1825,10 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
 const char *ps_group_axis(const ps_group *group);           /* returns the group's name, or "" if it has all ranks */
 /* Returns the rank's index among all ranks, or PS_EINVAL if there is no such rank. */
 int ps_group_world_rank(const ps_group *group, int rank);
-/* Sets how device memory is sent to other ranks. If `never` is 1, it is sent through host memory. If `must` is 1, it
- * is sent from device to device. If that is impossible for any reason, even in a world of one rank, it is an error.
- * If both are 0, device memory is sent from device to device if all ranks can do so. The function must be called
- * before the first connection, with equal values on all ranks. */
+/* Sets how device memory is sent to other ranks. If `never` is 1, device memory is sent through host memory. If
+ * `must` is 1, device memory is sent from device to device. It is then an error if this is impossible for any reason,
+ * even in a world of one rank. If both are 0, device memory is sent from device to device if all ranks can do so. The
+ * function must be called before the first connection, with equal values on all ranks. */
 void ps_group_devices(ps_group *group, int never, int must);
 /* Connects the devices of the ranks, so that the calls below accept tensors on these devices. Either all ranks call
  * this function, or the first collective calls it. Returns PS_EUNSUP if a rank cannot connect its device. The message

@@ -80,8 +80,8 @@ typedef struct ps_plan_input {
 typedef struct ps_plan {
   int32_t n_moves[2];
   ps_move *moves[2];           /* moves of each level */
-  int64_t fetched[2], evicted[2];   /* bytes that this step copies to the upper tier of a level, and to its lower
-                                     * tier */
+  int64_t fetched[2], evicted[2];   /* fetched: bytes that this step copies to the upper tier of a level. evicted:
+                                     * bytes that it copies to the lower tier. */
   int64_t peak[3];             /* peak bytes of chunks on each tier; for the last tier, the bytes of all chunks */
   uint8_t *valid_before, *valid_after;   /* [n_chunks] values as in ps_plan_chunk.valid, before and after the step. If
                                           * both are equal, the plan repeats. */
@@ -90,16 +90,17 @@ typedef struct ps_plan {
  * use that does not fit. The message contains the moment, the bytes wanted and the capacity; the caller adds names.
  * After any other failure *bad_use is -1. */
 int ps_plan_make(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
-/* Makes the plan of a step that repeats. To do this, it makes a plan, then another one that starts from the final
- * state of the first, and so on until the final state equals the initial state. It stops after at most a few rounds. */
+/* Makes the plan of a step that repeats. The function makes a sequence of plans. Each plan starts from the final
+ * state of the previous plan. The sequence ends when the final state of a plan equals its initial state, or after a
+ * few plans. */
 int ps_plan_steady(const ps_plan_input *in, ps_plan *out, int32_t *bad_use);
 void ps_plan_clear(ps_plan *plan);
 
 /* -- rates of the machine ----------------------------------------------------------------------------------------- */
 /* Measures the bytes per second that the compute threads read and write. The result is the median of `passes` passes.
  * The threads read `reads` streams of fp32 values and write `writes` streams, which can be 0. If `in_place` is 1, the
- * written streams are the first ones of the read streams. Otherwise they are separate. `nbytes` is the size of all
- * streams together. */
+ * written streams are the first `writes` of the read streams. Otherwise the written streams are separate. `nbytes` is
+ * the size of all streams together. */
 int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int passes, double *bytes_per_s);
 /* Runs the communication library's own all-gather or all-reduce of fp32 values, without checks between ranks. */
 int ps_group_raw(ps_group *group, int all_reduce, ps_tensor *out, ps_tensor *in);

@@ -229,7 +229,7 @@ static unsigned char on_tab(EditLine *el, int ch)
     el_get(el, EL_CLIENTDATA, &r);
     L = r->L;
     top = lua_gettop(L);
-    /* TAB before the first character inserts indentation, as when code is pasted. */
+    /* TAB before the first character of a line inserts indentation. This happens when code is pasted. */
     if (strspn(info->buffer, " \t") >= (size_t)(info->cursor - info->buffer)) {
         el_insertstr(el, "  ");
         return CC_REFRESH;
@@ -553,7 +553,7 @@ static int find_function(lua_State *L, const char *module, const char *name)
     return ref;
 }
 
-/* Makes `ps` and `help` globals, and returns the part of the banner that describes the device. */
+/* Lua code that makes `ps` and `help` globals, and returns the part of the banner that describes the device. */
 static const char start_text[] =
     "local ok, ps = pcall(require, 'ps')\n"
     "if not ok then return 'ps is not available: ' .. tostring(ps):match('^[^\\n]*') end\n"

@@ -646,8 +646,7 @@ int advance(ps_chunks *cs)
 /* A plan moves a chunk up only shortly before its next use. If there is room, two kinds of moves are made earlier:
  *   - A chunk whose next use is on the tier below moves down at once.
  *   - A chunk that was used on the tier below for the last time in this step moves back up when no other chunk is
- *     moving up.
- *     Otherwise the next step would begin with all these copies. */
+ *     moving up. Otherwise the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
