@@ -2,7 +2,7 @@
  * Makes groups of ranks (ps.h). This file connects three layers that do not know each other:
  *   the transport, which carries the bytes;
  *   the group, which belongs to a context;
- *   the ops that exchange data between ranks. They call the group, once it has been made. */
+ *   the ops that exchange data between ranks. These ops call the group after the group has been made. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 #include "tensor_parallel/ops.h"

@@ -10,9 +10,9 @@
  * If a rank finds itself in the list, the list belongs to another run under the same launcher. The list is then
  * cleared, and the rank prints.
  *
- * A rank can also fail because the watch has notified it of another rank's failure. Its error then repeats the first
- * line of the other rank's error. The rank prints its error only if the other rank is not in the list. In that case
- * the other rank runs on another machine or was killed. */
+ * A rank can also fail because the watch has notified it of another rank's failure. The error of the notified rank
+ * then repeats the first line of the other rank's error. The notified rank prints its error only if the other rank is
+ * not in the list. In that case the other rank runs on another machine or was killed. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <dirent.h>

@@ -23,7 +23,8 @@
 bool program_require(lua_State *L, const char *module);
 
 /* Appends a hint (lua/ps/prompt/habits.lua), if there is one, to the message at the top of the stack. text [n] is the
- * text whose syntax is wrong. It is NULL if the message is not about syntax, or if it already names its file. */
+ * text whose syntax is wrong. `text` is NULL if the message is not about syntax, or if the message already names its
+ * file. */
 void program_hint(lua_State *L, const char *text, size_t n);
 
 /* Sets whether the program runs with its Lua files. */

@@ -123,7 +123,7 @@ typedef struct ps_device_info { uint8_t is_host, has_data, fast_bf16, fuses; } p
 int ps_device_info_get(ps_ctx *ctx, int device, ps_device_info *out);   /* Returns PS_EINVAL if there is no such
                                                                          * device. */
 /* Sets the index of this process on its machine. If the machine has several cards, the index selects the card that is
- * opened as "cuda". If the index is -1, it is read from a launcher's environment variables. */
+ * opened as "cuda". If `local_rank` is -1, the index is read from a launcher's environment variables. */
 void ps_local_rank_set(int local_rank);
 /* The memory of a device, in bytes.
  *   used: memory of tensors.
@@ -348,7 +348,7 @@ int ps_op_kernel_device(ps_ctx *ctx, int device, int op);
  *   PART: one of the matrix products within an op that runs on several ranks. The fields are as for OP. In addition,
  *   `id` is the number of rows of the product.
  *   MODULE: the time in which a module ran.
- *   STEP: `name` is 1 if the step was the first one or had no plan.
+ *   STEP: `name` is 1 if the step was the first step or had no plan.
  *   ACTION: `name` is PS_ACT_*. `id` is the micro-batch. `to` is the virtual stage.
  *   COPY: `name` is 0 for a copy to the tier above and 1 for a copy to the tier below. `id` is the chunk. `from` and
  *   `to` are the tiers.
@@ -437,14 +437,14 @@ int64_t ps_scope_depth(ps_ctx *ctx);
 
 /* -- gradients --------------------------------------------------------------------------------------------------- */
 int ps_grad_enabled(ps_ctx *ctx);
-/* Turns offloading of activations on or off. While it is on, tensors that backward will read are moved from a device
- * to host memory. Two groups of tensors are moved: the inputs of recompute segments, and the tensors that only the
- * tape still holds at the end of a scope. Returns the previous setting, or PS_EUNSUP if there is no host device. */
+/* Turns offloading of activations on or off. While offloading is on, tensors that backward will read are moved from a
+ * device to host memory. Two groups of tensors are moved: the inputs of recompute segments, and the tensors that only
+ * the tape still holds at the end of a scope. Returns the previous setting, or PS_EUNSUP if there is no host device. */
 int ps_set_offload(ps_ctx *ctx, int on);
 int ps_set_grad_enabled(ps_ctx *ctx, int enabled);          /* returns the previous setting and never fails */
-/* Turns the keeping of cheap outputs on or off. While it is on, the outputs of CHEAP ops (norms, GELU, SwiGLU) are
- * kept for backward. While it is off, they are recomputed. Keeping them costs memory and saves 1 to 2 % of the time
- * on a GPU. The results have the same bits in both cases. Returns the previous setting and never fails. */
+/* Turns the keeping of cheap outputs on or off. If `on` is 1, the outputs of CHEAP ops (norms, GELU, SwiGLU) are kept
+ * for backward. If `on` is 0, these outputs are recomputed. Keeping the outputs costs memory and saves 1 to 2 % of
+ * the time on a GPU. The results have the same bits in both cases. Returns the previous setting and never fails. */
 int ps_set_keep_cheap(ps_ctx *ctx, int on);
 /* Sets whether the tensor requires a gradient. Returns PS_EINVAL if the tensor is not a leaf, or if its type is not a
  * float type. */
@@ -545,12 +545,12 @@ int ps_hooks_done(ps_ctx *ctx);          /* ends the stop at hooks. Returns PS_E
  * or PS_ESTALE if the bytes of a tensor are gone. Can also return PS_ENOMEM. */
 int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out);
 int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **gradients);
-/* Computes the weight gradients that were deferred. The walk of the same micro-batch and virtual stage deferred them
- * during its action INPUT. This function must be called within an action WEIGHT. Returns 1 if it stopped at hooks;
- * the caller then continues with ps_backward_next. Every parameter gets the same additions in the same order as in an
- * undivided backward. The end of the step drops gradients that are still deferred. Returns PS_ESTATE if no action
- * WEIGHT is in progress, if no gradients were deferred, or if a walk is in progress. Returns PS_ESTALE if a tensor
- * was changed in place after it was deferred. Also returns errors of ps_apply. */
+/* Computes the weight gradients that were deferred. The walk of the same micro-batch and virtual stage deferred these
+ * gradients during its action INPUT. This function must be called within an action WEIGHT. Returns 1 if it stopped at
+ * hooks; the caller then continues with ps_backward_next. Every parameter gets the same additions in the same order
+ * as in an undivided backward. The end of the step drops gradients that are still deferred. Returns PS_ESTATE if no
+ * action WEIGHT is in progress, if no gradients were deferred, or if a walk is in progress. Returns PS_ESTALE if a
+ * tensor was changed in place after it was deferred. Also returns errors of ps_apply. */
 int ps_backward_weights(ps_ctx *ctx, int64_t *stopped);
 /* Replaces the outputs of the segment at which the walk has stopped. `out` contains the outputs of the segment's
  * second run. The gradients of the replaced outputs are passed to `out`. Returns PS_EINVAL if n or a shape differs
@@ -600,7 +600,8 @@ const char *ps_st_dtype_text(const ps_st *st, int i);       /* returns the type'
 int ps_st_meta_count(const ps_st *st);
 const char *ps_st_meta_key(const ps_st *st, int i);
 const char *ps_st_meta_value(const ps_st *st, int i);
-/* Returns the tensor's bytes. They are lent until the file is closed. Their number is nbytes of the tensor's entry. */
+/* Returns the tensor's bytes, which are lent until the file is closed. The number of bytes is nbytes of the tensor's
+ * entry. */
 const void *ps_st_data(const ps_st *st, int i);
 /* A ps_reader of the data of an open file. `from` is the ps_st. The function uses read calls, so the file occupies no
  * memory, and a truncation of the open file is an error. Returns PS_ERANGE if some of the bytes are outside the data,
@@ -662,7 +663,7 @@ typedef struct ps_gguf_entry {
 typedef struct ps_gguf_value { /* an entry of the metadata, or one value of an array */
   int32_t type, of;            /* type: id that the type has in files. The ids 0 to 12 are: uint8 int8 uint16 int16
                                 * uint32 int32 float32 bool string array uint64 int64 float64. `of` is the type of an
-                                * array's values; if the entry is not an array, it is equal to `type`. */
+                                * array's values; if the entry is not an array, `of` is equal to `type`. */
   int64_t n;                   /* number of values of an array, otherwise 1 */
   int64_t whole;               /* value of an integer (a uint64 has the same bits) or a truth value; for a string, its
                                 * length in bytes */
@@ -707,7 +708,7 @@ int ps_gguf_read(const void *g, int64_t at, void *dst, int64_t nbytes);     /* a
 int ps_gguf_lend(void *g, int64_t at, int64_t nbytes, ps_loan *out);        /* a ps_lender like ps_st_lend */
 void ps_gguf_drop(const ps_gguf *g, int i);                 /* like ps_st_drop */
 
-/* Packs values into blocks of a type. `type` is 256 for NF4. Otherwise it is the id that Q4_0, Q4_1, Q5_0, Q5_1,
+/* Packs values into blocks of a type. `type` is 256 for NF4. Otherwise `type` is the id that Q4_0, Q4_1, Q5_0, Q5_1,
  * Q8_0, Q4_K or Q6_K has in GGUF files. The bytes of all blocks are written to `out`. Returns PS_EUNSUP for another
  * type. Returns PS_EINVAL if numel is not a multiple of the type's block size. Returns PS_ERANGE if a value is not
  * finite, or if its magnitude is above 65504. */
@@ -890,8 +891,8 @@ int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes
  * steps. */
 enum { PS_TOK_OFFSETS = 1, PS_TOK_PLAIN = 2 };
 int ps_tok_encode(ps_tok *t, const char *text, int64_t nbytes, int flags, ps_tok_ids *out);
-/* Characters that a vocabulary cannot spell, because it has neither a token for them nor an unknown token. They are
- * missing from the ids. */
+/* Characters that a vocabulary cannot spell, because the vocabulary has neither tokens for these characters nor an
+ * unknown token. The characters are missing from the ids. */
 typedef struct ps_tok_lost {
   int64_t characters;
   int64_t places;                        /* number of runs of such characters within a word */
@@ -979,7 +980,7 @@ typedef struct ps_encoder_text {
   int64_t nbytes;
   /* [n][2] half-open byte ranges of the text. Each list is in ascending order.
    * message: text from messages, tools, documents and unknown roles.
-   * role: text from roles that templates expect. It may be within a special token.
+   * role: text from roles that templates expect. This text may be within a special token.
    * trained: text that is trained. */
   const int64_t *message, *role, *trained;
   int64_t n_message, n_role, n_trained;
@@ -1020,8 +1021,8 @@ enum { PS_LONG_RIGHT, PS_LONG_LEFT, PS_LONG_DROP, PS_LONG_ERROR };
  *   STOP: the epoch ends. */
 enum { PS_MIX_LEAVE, PS_MIX_REPEAT, PS_MIX_STOP };
 /* Meaning of an example's weight.
- *   TOKEN: it is the weight of each target.
- *   EXAMPLE: it is divided among the targets. */
+ *   TOKEN: the weight of the example is the weight of each target.
+ *   EXAMPLE: the weight of the example is divided among the targets. */
 enum { PS_WEIGHTS_TOKEN, PS_WEIGHTS_EXAMPLE };
 typedef struct ps_rows_config {
   int64_t seq;                           /* maximum number of tokens in a row */
@@ -1078,8 +1079,8 @@ typedef struct ps_rows_batch {
 int ps_rows_fill(const ps_rows *r, int64_t first, const ps_rows_batch *batch);
 void ps_rows_free(ps_rows *r);
 
-/* Batches of rows, epoch after epoch. A thread makes them in advance. The examples and rows that the thread uses stay
- * alive as long as the batches. */
+/* Batches of rows, epoch after epoch. A thread makes the batches in advance. The examples and rows that the thread
+ * uses stay alive as long as the batches. */
 typedef struct ps_batches ps_batches;
 typedef struct ps_batches_config {
   int64_t batch;                         /* number of rows per rank */
@@ -1091,8 +1092,8 @@ typedef struct ps_batches_config {
   int32_t weights;                       /* 1 if batches have weights */
   int32_t pad, by;                       /* as in ps_rows_batch */
 } ps_batches_config;
-/* A batch. The arrays are [rows, length], as in ps_rows_batch. They are lent until the next call of ps_batches_next
- * or ps_batches_seek. */
+/* A batch. The arrays are [rows, length], as in ps_rows_batch. The arrays are lent until the next call of
+ * ps_batches_next or ps_batches_seek. */
 typedef struct ps_batch {
   int64_t epoch, first;                  /* first: first row of this rank */
   int64_t next;                          /* first row of the next batch of all ranks; at the end, the number of rows */
@@ -1112,8 +1113,8 @@ enum { PS_BATCHES_MORE = 2 };            /* a result of ps_batches_next, in addi
  * truncated. Also returns errors of ps_rows_new for an epoch, and errors of ps_rows_fill. After such an error the
  * next call tries again. */
 int ps_batches_next(ps_batches *b, ps_batch *out);
-/* Returns the rows of an epoch. The caller frees them. If the thread does not have these rows, this call makes them.
- * `info` is as in ps_rows_new. Returns errors of ps_rows_new. */
+/* Returns the rows of an epoch. The caller must free the rows. If the thread does not have these rows, this call
+ * makes them. `info` is as in ps_rows_new. Returns errors of ps_rows_new. */
 int ps_batches_rows(ps_batches *b, int64_t epoch, ps_rows_info *info, ps_rows **out);
 /* Sets the row at which the next batch begins. `row` counts the rows of all ranks. `rows` contains the rows of the
  * epoch. Returns PS_ERANGE if there is no such row. */
@@ -1170,7 +1171,7 @@ int ps_step_begin(ps_step *step, const ps_step_config *config);
 enum { PS_MAX_STATES = 6, PS_UPDATE_ATTRS = 20 };
 /* Optimizer settings of a group of parameters. */
 typedef struct ps_update_group {
-  double attrs[PS_UPDATE_ATTRS];   /* attributes of the group's op (struct ps_attrs_<op>), except those that
+  double attrs[PS_UPDATE_ATTRS];   /* attributes of the group's op (struct ps_attrs_<op>), except the attributes that
                                     * ps_update_attrs sets */
   double scale;                /* factor on the gradients of this group, in addition to the action's factor */
   int32_t op;                  /* PS_OP_* of an update. The op's inputs are param, master, grad and states, repeated
@@ -1180,9 +1181,9 @@ typedef struct ps_update_group {
                                 * tensor that is missing, the master is passed instead. */
   int32_t pad;
 } ps_update_group;
-/* Sets the attributes of an update's op that differ between updates. They are the factor on gradients (grad_scale),
- * and t or values that are computed from t. t counts the updates of the parameters from 1. Returns PS_EINVAL if the
- * op is not an update. */
+/* Sets the attributes of an update's op that differ between updates. These attributes are the factor on gradients
+ * (grad_scale), and t or values that are computed from t. t counts the updates of the parameters from 1. Returns
+ * PS_EINVAL if the op is not an update. */
 int ps_update_attrs(int op, void *attrs, int64_t t, double grad_scale);
 /* Settings of an action. Fields that the action does not use are 0. */
 typedef struct ps_action_how {
@@ -1204,9 +1205,9 @@ typedef struct ps_action_how {
 /* Begins the next action of the table. `kind` must be its kind. A forward may be repeated until its backward begins.
  * A backward may have no forward. If the step's table has no norm, the caller may begin a norm before the update. If
  * `how` is NULL, all settings are 0. Returns PS_ESTATE if another action is due or in progress, or if no step is in
- * progress. Returns PS_EINVAL for an update during a backward that is not the last one, for an update during a
- * backward in a step that has a norm or several virtual stages, or for `slot` in a backward that is not the last one
- * of its virtual stage. */
+ * progress. Returns PS_EINVAL for an update during a backward that is not the last backward, for an update during a
+ * backward in a step that has a norm or several virtual stages, or for `slot` in a backward that is not the last
+ * backward of its virtual stage. */
 int ps_step_next(ps_step *step, int kind, const ps_action_how *how);
 /* Ends the action in progress. For a backward, the call completes the work of the backward: the gradients become
  * final, sums over ranks arrive, and units are updated. After an error the action is still in progress. Returns
@@ -1350,12 +1351,13 @@ int ps_pipe_cut(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, co
 int ps_pipe_layout(const char *layout, const char *kinds, int32_t vstages, int32_t *counts);
 
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
-/* Kinds of chunks. PS_KIND_STATE and all higher kinds are optimizer states. ps_kind_state assigns them to names. */
+/* Kinds of chunks. PS_KIND_STATE and all higher kinds are optimizer states. ps_kind_state assigns these kinds to
+ * names. */
 enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_GRAD, PS_KIND_STATE, PS_KIND_COUNT = 64 };
 const char *ps_kind_name(int kind);      /* returns a name such as "param", or NULL if there is no such kind */
-/* Returns the kind of chunks for the optimizer state with this name. An unknown name gets the next kind. That kind is
- * valid in this process only. Returns PS_EINVAL if the name is empty or longer than 31 characters, or if there are
- * already PS_KIND_COUNT kinds. */
+/* Returns the kind of chunks for the optimizer state with this name. If the name is new, the function assigns the
+ * next kind to it. That kind is valid in this process only. Returns PS_EINVAL if the name is empty or longer than 31
+ * characters, or if there are already PS_KIND_COUNT kinds. */
 int ps_kind_state(const char *name);
 /* Spacing that avoids false dependences in the processor. An update reads and writes the same position in chunks of
  * all kinds at the same time. If all these addresses had equal offsets within their pages, a processor would mistake
@@ -1442,8 +1444,8 @@ int ps_engine_tensor_shaped(ps_ctx *ctx, int ndim, const int64_t *shape, int dty
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
 /* -- sharding (ZeRO): the ranks of a group share the chunks -------------------------------------------------------
  *
- * ps_engine_shard divides the chunks between the ranks of a group. It is called before the first chunk is made.
- * `stage` is the ZeRO stage:
+ * ps_engine_shard divides the chunks between the ranks of a group. The function must be called before the first chunk
+ * is made. `stage` is the ZeRO stage:
  *   0: every rank has everything, and gradients are summed over ranks.
  *   1: each optimizer state has one owner.
  *   2: in addition, each gradient has one owner.
@@ -1454,8 +1456,8 @@ int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
  * already chunks, or PS_EINVAL if there is no such stage. */
 typedef struct ps_group ps_group;
 int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage, int once);
-/* A part is the contents of one chunk, as seen by all ranks. A stripe is a set of parts. It has at most one part per
- * rank. Parts and stripes are numbered from 0. */
+/* A part is the contents of one chunk, as seen by all ranks. A stripe is a set of parts, which contains at most one
+ * part per rank. Parts and stripes are numbered from 0. */
 typedef struct ps_part_config {
   int32_t owner, dtype;        /* owner: rank that owns the part. dtype: type in which the part's bytes are reduced. */
   int32_t chunk;               /* the part's chunk on this rank; -1 if there is none and the bytes are temporarily on
@@ -1489,7 +1491,7 @@ void ps_engine_gathers_drop(ps_ctx *ctx);
 int ps_engine_forget(ps_ctx *ctx);
 /* Sets the stages of a pipeline. The ranks of the group `stages` run the other virtual stages of this model. The
  * whole model has n_numbers parameters, and each ps_param.number is less than n_numbers. From now on the norm
- * includes the parameters of all stages. It has the same bits as in a single process that has all parameters.
+ * includes the parameters of all stages. The norm has the same bits as in a single process that has all parameters.
  * `copies` is NULL or the group of ranks that have copies of PS_TIE_COPY parameters, including this rank. All ranks
  * call the function before ps_engine_params. The engine holds references to the groups. Returns PS_ESTATE if there
  * are already parameters or if the function was called before, or PS_EINVAL if the model has no parameters. Can also
@@ -1553,8 +1555,8 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
  * PS_EINVAL for another device, or if the tensor is in no chunk. Returns PS_ESTATE if the tensor has a gradient or a
  * history. */
 int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device);
-/* Sets where a unit is updated. If `on_device` is 1, it is updated on the device. If `on_device` is 0, which is the
- * default, it is updated on the host. Returns PS_ERANGE if there is no such unit. */
+/* Sets where a unit is updated. If `on_device` is 1, the unit is updated on the device. If `on_device` is 0, which is
+ * the default, the unit is updated on the host. Returns PS_ERANGE if there is no such unit. */
 int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);
 /* Computes the sum of squares of all gradients. The sum is infinite or NaN if a gradient is infinite or NaN. The call
  * must be made within the step's norm. Returns PS_ESTATE if the step's norm is not in progress. Also returns errors
@@ -1618,9 +1620,9 @@ typedef struct ps_engine_stats {
   double ranks_wait_s;         /* seconds that steps have waited for other ranks */
 } ps_engine_stats;
 int ps_engine_stats_get(ps_ctx *ctx, ps_engine_stats *out);
-/* Rates for plans. ps_rates_measure measures them with up to `nbytes` bytes of memory on the device and as many on
- * the host. It frees this memory afterwards. It must not be called during a dry run or a step. Returns PS_EINVAL if
- * the devices are not an accelerator and host memory. Also returns errors of ps_apply. */
+/* Rates for plans. ps_rates_measure measures the rates. It allocates up to `nbytes` bytes of memory on the device and
+ * up to `nbytes` bytes on the host, and frees this memory afterwards. It must not be called during a dry run or a
+ * step. Returns PS_EINVAL if the devices are not an accelerator and host memory. Also returns errors of ps_apply. */
 typedef struct ps_rates {
   double host_adam, device_adam;   /* number of parameters per second (bf16 with fp32 state) that Adam updates on the
                                     * host while copies run, and on the device */
@@ -1675,9 +1677,9 @@ int64_t ps_rss_peak(void);               /* returns the peak of the process's re
  * of threads. Products of dry runs are included. The products are performed in the order of their first use.
  * Afterwards the process holds the memory that oneDNN keeps for these products (code, heap buffers, pages of
  * libraries). *operations is the number of operations of all products. Returns 1 if the products were performed.
- * Returns 0 and performs none of them if this number is more than `most`, if a product writes more than 128 MiB, or
- * if there were too many kinds of products to record. Returns PS_ENOMEM if there is no memory for the operands. Can
- * also return PS_EBACKEND. */
+ * Returns 0 and performs no product if the number of operations is more than `most`, if a product writes more than
+ * 128 MiB, or if there were too many kinds of products to record. Returns PS_ENOMEM if there is no memory for the
+ * operands. Can also return PS_EBACKEND. */
 int ps_products_rehearse(double most, double *operations);
 /* From now on, the first Ctrl-C, SIGTERM or SIGHUP is counted and does not end the process. After the first signal,
  * the next Ctrl-C or SIGTERM ends the process. Returns PS_EINVAL if the system refused to install the handlers. */
@@ -1755,9 +1757,8 @@ void ps_ptw_free(ps_ptw *w);                         /* frees the writer, and re
                                                       * no commit */
 /* -- groups of ranks: processes that train together (docs/distributed.md) ------------------------------------------ */
 int ps_group_self(ps_ctx *ctx, ps_group **out);             /* makes a group of one rank. Can return PS_ENOMEM. */
-/* Makes a group of `size` ranks for dry runs (ps_machine_pretend). This process is rank `rank`, and the other ranks
- * are simulated. They have the same values as this rank. Returns PS_EINVAL if there is no such rank in a world of
- * this size. */
+/* Makes a group of `size` ranks for dry runs (ps_machine_pretend). This process is rank `rank`. The other ranks are
+ * simulated, with the same values as this rank. Returns PS_EINVAL if there is no such rank in a world of this size. */
 int ps_group_pretend(ps_ctx *ctx, int rank, int size, ps_group **out);
 /* Settings by which the ranks of a group find each other. All ranks pass the same values, except for `rank`. */
 typedef struct ps_meeting {
@@ -1766,9 +1767,10 @@ typedef struct ps_meeting {
   const char *rendezvous;
   const char *run;             /* name that distinguishes this run from other runs, at most 128 bytes; NULL or "" for
                                 * no name */
-  /* Secret that only the ranks know. The ranks prove that they know it, and never send it. If it is NULL or "", there
-   * is no secret, and any process that knows the run's name is accepted as a rank. If there is no secret and the
-   * ranks meet by a file, rank 0 makes a secret and writes it to the file. Only this user can read the file. */
+  /* Secret that only the ranks know. The ranks prove that they know the secret, and never send the secret. If
+   * `secret` is NULL or "", there is no secret, and any process that knows the run's name is accepted as a rank. If
+   * there is no secret and the ranks meet by a file, rank 0 makes a secret and writes it to the file. Only this user
+   * can read the file. */
   const char *secret;
   int32_t rank, size;
   int32_t machines, pad;       /* machines: 1 if all ranks are on this machine, 2 if they are on several machines, 0
@@ -1816,11 +1818,11 @@ int64_t ps_group_planned(const ps_group *group);
 /* Makes a group of some of the ranks of `parent`. The new group uses the same connections and the same watch, so a
  * rank that fails in one of the two groups fails in both. As with a collective, all ranks of the parent call this
  * function at the same time. Each rank passes the list of the ranks of its own new group. `ranks` [n] contains ranks
- * of the parent, in the order of the new group. `axis` is the group's name in errors. It has 1 to 15 letters, digits
- * and "_". If no other call orders the calls of the two groups, both groups may be used at the same time. Either
- * group may be closed first. Returns PS_EINVAL if the lists of two ranks do not match (an error on all ranks), or if
- * there are already 32 groups over these connections. Can also return PS_ENOMEM. Also returns errors of the calls
- * below. */
+ * of the parent, in the order of the new group. `axis` is the group's name in errors. The name has 1 to 15 letters,
+ * digits and "_". If no other call orders the calls of the two groups, both groups may be used at the same time.
+ * Either group may be closed first. Returns PS_EINVAL if the lists of two ranks do not match (an error on all ranks),
+ * or if there are already 32 groups over these connections. Can also return PS_ENOMEM. Also returns errors of the
+ * calls below. */
 int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *axis, ps_group **out);
 const char *ps_group_axis(const ps_group *group);           /* returns the group's name, or "" if it has all ranks */
 /* Returns the rank's index among all ranks, or PS_EINVAL if there is no such rank. */
@@ -1840,9 +1842,9 @@ const char *ps_group_carrier(const ps_group *group);
 enum { PS_REDUCE_SUM, PS_REDUCE_MAX, PS_REDUCE_MIN };
 /* Collectives on contiguous tensors of one device. Each call blocks until the work of this rank is finished. All
  * ranks make the same calls in the same order. Before bytes move, the ranks compare call, type, size and root.
- *   Sums of floating-point values are computed in the order of ranks and rounded once. They are computed in fp64 for
- *   fp64 tensors and in fp32 for other types. Sums of int32 and int64 values wrap around. Maximum and minimum return
- *   NaN if any rank has a NaN. Maximum, minimum and sums of integers work only in host memory.
+ *   Sums of floating-point values are computed in the order of ranks and rounded once. These sums are computed in
+ *   fp64 for fp64 tensors and in fp32 for other types. Sums of int32 and int64 values wrap around. Maximum and
+ *   minimum return NaN if any rank has a NaN. Maximum, minimum and sums of integers work only in host memory.
  * Returns PS_EINVAL if the ranks' calls differ (an error on all ranks), or if a tensor is not contiguous. Returns
  * PS_EUNSUP for a sum of another type or in other memory, or on a device without contents. Returns PS_ESTALE if a
  * tensor's bytes are gone. Returns PS_ETIME if a rank did not arrive in time. Returns PS_EIO if a rank died or
@@ -1868,22 +1870,22 @@ int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
  *   FORWARD: in a step, its work begins with ps_step_next and ends with ps_step_done.
  *   YIELD: its work is the body of the script's loop, which calls ps_pipe_mark.
  *   SEGMENT: the walk of a BACKWARD, INPUT or WEIGHT has stopped at a recompute segment, at a function's backward or
- *   at hooks (ps_backward_begin_n). The work is to run them.
+ *   at hooks (ps_backward_begin_n). The work is to run the segment, the function's backward or the hooks.
  * Other actions of the step become events, before they are performed, in two cases: Lua's garbage should be collected
  * (ps_step_collects), or there is a listener (`tells` of ps_pipe_begin). An error ends the step. ps_pipe_abort then
  * notifies the other ranks, whose calls fail with the text of ps_pipe_abort. Transfers overlap the work. A message is
  * sent when its action ends. The messages for the next action are received while the current action runs. */
 typedef struct ps_pipe ps_pipe;
-enum { PS_PIPE_CARRY = 16 };   /* maximum number of tensors that a virtual stage passes to the next one */
+enum { PS_PIPE_CARRY = 16 };   /* maximum number of tensors that a virtual stage passes to the next virtual stage */
 typedef struct ps_pipe_tensor {
   int32_t dtype, device, ndim;
   int32_t grad;                /* 1 if a gradient of the tensor is sent back */
   int64_t shape[8];
 } ps_pipe_tensor;
 typedef struct ps_pipe_event {
-  int32_t kind;                /* FORWARD, YIELD or SEGMENT, or NONE at the end of the row. It can also be BACKWARD,
-                                * INPUT, WEIGHT or REDUCE. If there is a step, the executor then performs the action
-                                * next; otherwise the caller performs it. */
+  int32_t kind;                /* FORWARD, YIELD or SEGMENT, or NONE at the end of the row. `kind` can also be
+                                * BACKWARD, INPUT, WEIGHT or REDUCE. If there is a step, the executor then performs
+                                * the action next; otherwise the caller performs it. */
   int32_t vstage, local;       /* vstage: index of the virtual stage in the model. local: its index on this rank. */
   int32_t micro;
   int32_t again;               /* for a FORWARD of a dry row: 1 if ps_pipe_done also performs it (ps_pipe_repeat) */
@@ -1906,9 +1908,9 @@ typedef struct ps_pipe_event {
  * ps_group_split. */
 int ps_pipe_open(ps_ctx *ctx, const ps_pipe_table *table, ps_group *group, ps_pipe **out);
 void ps_pipe_close(ps_pipe *x);
-/* Sets the tensors that a virtual stage will pass to the next one in a micro-batch. Both ranks must set the same
- * tensors. `n` is 0 to PS_PIPE_CARRY. If it is 0, a message without a tensor is sent. Returns PS_ESTATE if a step is
- * in progress, or PS_ERANGE if there is no such virtual stage or micro-batch. */
+/* Sets the tensors that a virtual stage will pass to the next virtual stage in a micro-batch. The ranks of both
+ * virtual stages must set the same tensors. `n` is 0 to PS_PIPE_CARRY. If `n` is 0, a message without a tensor is
+ * sent. Returns PS_ESTATE if a step is in progress, or PS_ERANGE if there is no such virtual stage or micro-batch. */
 int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tensor *carry);
 /* Sets a virtual clock. By this clock an action takes the time of its cost [vstages], and a message takes the time of
  * its link. The real times of actions and messages do not matter. If `costs` is NULL, there is no clock, which is the
@@ -1924,8 +1926,8 @@ int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_sp
  * the step becomes an event before it is performed. Returns PS_ESTATE if a step is already in progress. */
 int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells);
 /* Number of micro-batches at the beginning of a dry row that are performed. The first micro-batch makes gradients.
- * The others must have equal effects. The last micro-batch of the row is also performed, because it completes the
- * sums of gradients. */
+ * The micro-batches after the first must have equal effects. The last micro-batch of the row is also performed,
+ * because it completes the sums of gradients. */
 enum { PS_PIPE_PERFORMED = 3 };
 /* Lets micro-batches of later dry rows repeat the effects of an earlier micro-batch instead of being performed in
  * full. The micro-batches [first, end) repeat the effects of micro-batch first - 1 on memory, chunks and other ranks.
@@ -1934,7 +1936,7 @@ enum { PS_PIPE_PERFORMED = 3 };
  * micro-batches before `first`. These micro-batches must have equal effects. Otherwise the row fails with PS_ESTATE,
  * and ps_pipe_differed returns 1. If first == end, no micro-batch repeats another, which is the initial state.
  * Returns PS_ESTATE if a step is in progress. Returns PS_EINVAL if the range contains one of the first
- * PS_PIPE_PERFORMED micro-batches or the last one. */
+ * PS_PIPE_PERFORMED micro-batches or the last micro-batch. */
 int ps_pipe_repeat(ps_pipe *x, int first, int end);
 /* Returns 1 if the last dry row failed because micro-batches had different effects. The call never fails. */
 int ps_pipe_differed(const ps_pipe *x);

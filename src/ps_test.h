@@ -75,7 +75,7 @@ typedef struct ps_plan_input {
   int64_t ahead[3];            /* read-ahead depth: maximum bytes of a tier that fetched chunks occupy before their
                                 * use */
   int32_t policy;
-  int32_t cyclic;              /* 1 if the step repeats, so that its first moment follows its last one */
+  int32_t cyclic;              /* 1 if the step repeats, so that the first moment follows the last moment */
 } ps_plan_input;
 typedef struct ps_plan {
   int32_t n_moves[2];

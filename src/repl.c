@@ -498,7 +498,8 @@ static int print_values(struct repl *r, int count)
 {
     lua_State *L = r->L;
     int first = lua_gettop(L) - count + 1;
-    const char *wish = getenv("NO_COLOR");              /* no-color.org: colors are off if it is set and not empty */
+    const char *wish = getenv("NO_COLOR");              /* no-color.org: colors are off if NO_COLOR is set and not
+                                                         * empty */
     bool no_color = wish && *wish;
     for (int i = first; i < first + count; i++) {
         if (r->pretty != LUA_NOREF) {

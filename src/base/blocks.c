@@ -142,7 +142,7 @@ void ps_unpack_q3_k(const uint8_t *s, float *out)
 }
 
 /* A block consists of d, dmin, 12 bytes of scales, and 128 bytes of values. Each group of 32 bytes of values contains
- * 64 values. The first 32 values are in the low halves of the bytes, and the other 32 are in the high halves. */
+ * 64 values. The first 32 values are in the low halves of the bytes, and the last 32 values are in the high halves. */
 void ps_unpack_q4_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
@@ -174,8 +174,8 @@ void ps_unpack_q5_k(const uint8_t *s, float *out)
 }
 
 /* A block consists of 128 bytes of low nibbles, 64 bytes of high bits, 16 scales of 8 bits, and d. Each half of a
- * block has 128 values. They are in 64 bytes of nibbles with the layout of Q4_K, and in 32 bytes of high bits. The
- * high bits of value 32 * k + i are bits 2 * k and 2 * k + 1 of byte i. */
+ * block has 128 values. The low nibbles of these values are in 64 bytes with the layout of Q4_K. The high bits of
+ * these values are in 32 bytes. The high bits of value 32 * k + i are bits 2 * k and 2 * k + 1 of byte i. */
 void ps_unpack_q6_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 128, *scales = s + 192;

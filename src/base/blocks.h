@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Blocks of packed numbers. The types of blocks are those of ggml, with ggml's ids, and NF4 (Dettmers et al. 2023,
+ * Blocks of packed numbers. The types of blocks are ggml's types, with ggml's ids, and NF4 (Dettmers et al. 2023,
  * "QLoRA: Efficient Finetuning of Quantized LLMs"). A row is a sequence of blocks. A block contains `block` numbers
  * and has a size of `bytes` bytes. */
 #ifndef PS_BASE_BLOCKS_H

@@ -8,8 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Qualifiers of functions for the host. If CUDA's compiler reads this file, the functions are for the device too.
- * They are inline, so that the host and all kernels compute the same bits. */
+/* Qualifiers of functions for the host. If CUDA's compiler reads this file, the functions are compiled for the device
+ * too. The functions are inline, so that the host and all kernels compute the same bits. */
 #ifdef __CUDACC__
 #define PS_BOTH static __host__ __device__ inline
 #else

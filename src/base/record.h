@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include "ps.h"
 
-/* The current step, module and action. The script's thread writes them. All threads read them. */
+/* The current step, module and action. The script's thread writes these fields. All threads read them. */
 typedef struct ps_record_place {
     _Atomic int32_t step, module;
     _Atomic uint8_t action;                /* PS_ACT_* */

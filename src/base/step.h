@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The training step in progress. This struct contains everything about the step that all layers need: its actions,
- * the current action, and whether ops compute. The context has a const pointer to it, because only engine/step.c may
- * write it (spec/source/layers_spec.lua). State that only one layer needs belongs to that layer. Examples are a
- * chunk's moves, a stripe's uses and the walk's heap. */
+ * the current action, and whether ops compute. The context has a const pointer to the struct, because only
+ * engine/step.c may write to the struct (spec/source/layers_spec.lua). State that only one layer needs belongs to
+ * that layer. Examples are a chunk's moves, a stripe's uses and the walk's heap. */
 #ifndef PS_BASE_STEP_H
 #define PS_BASE_STEP_H
 #include <stdbool.h>
@@ -31,7 +31,8 @@ struct ps_step {
     ps_action *actions;           /* [n_actions] the table */
     int32_t n_actions, capacity;
     int32_t cursor;               /* index of the next action to run */
-    int32_t at;                   /* index of the current action, or of the last one that ran; -1 before the first */
+    int32_t at;                   /* index of the current action, or of the last action that ran; -1 before the first
+                                   * action */
     step_vstage *stages;           /* [n_vstages] */
     int32_t n_vstages, stages_capacity;
     int32_t *first_walk;          /* [n_actions] for each micro-batch: index of the micro-batch's first BACKWARD or
@@ -44,12 +45,12 @@ struct ps_step {
                                    * backward. */
     bool noted;                   /* true if the step's uses of chunks are recorded as a trace */
     bool suspended;               /* true if the script is paused; ops are then not part of the step */
-    ps_action_how how;            /* settings of the current action, or of the last one that ran */
+    ps_action_how how;            /* settings of the current action, or of the last action that ran */
     uint32_t first_op;            /* number of the next dropout at the begin of the step */
     uint32_t forward_op;          /* number of the next dropout at the begin of the current forward. It is restored if
                                    * the forward is abandoned. */
-    uint64_t forward_offset;      /* ps_rng.offset at the begin of the current forward. It is restored in the same
-                                   * way. */
+    uint64_t forward_offset;      /* ps_rng.offset at the begin of the current forward. It is restored if the forward
+                                   * is abandoned. */
     int32_t refs;
     struct ps_ctx *ctx;
     struct ps_engine *engine;     /* engine of this step; NULL for plain memory */

@@ -18,8 +18,8 @@ int ps_utf8(const uint8_t *s, size_t n)
     return len;
 }
 
-/* Returns true for a control character. These are C0, DEL and C1 (U+0080 to U+009F). Terminals treat U+009B, which is
- * in C1, as the begin of an escape sequence. */
+/* Returns true for a control character. The control characters are C0, DEL and C1 (U+0080 to U+009F). Terminals treat
+ * U+009B, which is in C1, as the begin of an escape sequence. */
 static bool is_control(const uint8_t *s) { return s[0] < 0x20 || s[0] == 0x7f || (s[0] == 0xc2 && s[1] < 0xa0); }
 
 const char *ps_text_shown(const char *from, char *to, size_t room)

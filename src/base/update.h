@@ -23,7 +23,7 @@ enum { PS_LAMB_UNIT = 4096 };         /* number of elements whose squares LAMB s
  * Both conversions are computed, so that vector code needs no table of 256 values. In the formulas, `number` is code
  * - 127 with signs, and code without signs. Within a decade, a value is a linear function of its number. The decade
  * is found from q, which is 2 * number with signs and number + 1 without signs. The index of the decade is (exponent
- * field of q) % 8. The values differ from those of torchao by at most 5 units in the last place. The arrays have 16
+ * field of q) % 8. The values differ from torchao's values by at most 5 units in the last place. The arrays have 16
  * elements because a vector has up to 16 lanes. The second half of each array is equal to the first half. */
 typedef struct ps_codes {
     float slope[16], base[16];        /* value = slope * q + base. The sign of base is the sign of q. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements chunks, the storages in them, and pins. A pinned chunk has a valid copy on the tier where it
- * is pinned, and it does not move. After a write, exactly one copy is valid. Only set_state changes the state of a
- * tensor in a chunk. */
+ * This file implements chunks, the storages in them, and pins. A pinned chunk does not move, and has a valid copy on
+ * the tier where it is pinned. After a write, exactly one copy is valid. Only set_state changes the state of a tensor
+ * in a chunk. */
 #include <stdio.h>
 #include <string.h>
 #include "base/alloc.h"

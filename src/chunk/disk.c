@@ -49,8 +49,8 @@ enum { READ, WRITE };
  * has entries for holes. */
 enum { FILE_OVER_SPACE = 64, SUMMED_OVER_SPACE = 2 };
 
-/* The cause of a job's first failure. `err` is the errno of a piece or of the ring. It is 0 if the file ended early,
- * or if a write wrote no bytes. */
+/* The cause of a job's first failure. `err` is the errno of a piece or of the ring. `err` is 0 if the file ended
+ * early, or if a write wrote no bytes. */
 typedef struct cause {
     int err;
     bool ring;

@@ -114,7 +114,8 @@ struct ps_chunks {
     ps_trace record;
     /* before_step: peak size in bytes of other tensors before the first moment of the step */
     int64_t before_step[PS_TIERS];
-    /* before_pause: peak size in bytes of other tensors in the present moment before the pause; 0 if there was none */
+    /* before_pause: peak size in bytes of other tensors in the present moment before the pause; 0 if there was no
+     * pause */
     int64_t before_pause[PS_TIERS];
     const ps_trace *expected;     /* trace that the present plan was made from, or NULL */
     ps_plan plan;
@@ -206,7 +207,7 @@ void source_copy(char *dst, const char *src, int64_t nbytes);
 /* -- chunk/resident.c */
 /* Chooses the chunks that must stay on tier 0 during each step like `trace`. Sets their entries of resident
  * [n_chunks] to 1, and sets *nbytes to their total size. Returns PS_ENOMEM with sub-code PS_SUB_HOMELESS if too few
- * chunks can stay there. */
+ * chunks can stay on tier 0. */
 int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes);
 /* Brings the chunks that are marked in `resident` to tier 0, and drops their copies on lower tiers. */
 int residents_make(ps_chunks *cs, const uint8_t *resident);

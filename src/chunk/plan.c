@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file has the entry points of the planner. For each level, the planner makes a stream of events. The events of
  * level 0 (device and host) are made from the trace. The moves of level 0 are then events of level 1. The planner
- * tries each tuning of the policy. It repeats a step until the step ends in the state in which it began. plan_level.c
- * plans one level. */
+ * tries each tuning of the policy. It repeats the simulation of a step until the step's final state equals its
+ * initial state. plan_level.c plans one level. */
 #include "chunk/plan.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -181,7 +181,7 @@ static void restart(planner *p)
     for (int32_t c = 0; c < p->in->n_chunks; c++) p->valid[c] = p->in->chunks[c].valid;
 }
 
-/* Repeats the step until it ends in the state in which it began, but at most `rounds` times. */
+/* Repeats the simulation of the step until the final state equals the initial state, but at most `rounds` times. */
 static int run_rounds(planner *p, int levels, int rounds)
 {
     size_t n = (size_t)p->in->n_chunks;

@@ -329,7 +329,7 @@ static int use_here(run *r, int32_t i, const ps_event *e, bool must)
         if (rc <= 0) return rc;
         if (blank) *at = AT_HERE;
     }
-    if (*at & AT_ENDED) *at = AT_HERE;                    /* new contents replace the old ones in the same memory */
+    if (*at & AT_ENDED) *at = AT_HERE;                    /* new contents replace the old contents in the same memory */
     if (e->kind == EV_WRITE) *at &= (uint8_t)~AT_BELOW;
     r->tracks[e->chunk].free_from = e->moment + 1;
     return 1;

@@ -22,7 +22,7 @@ typedef struct candidate {
 } candidate;
 
 /* Sorts candidates by the benefit of keeping them on tier 0. Chunks that are residents now are first, because they
- * should not move. They are followed by the chunks with the most uses, because each use would cost copies. */
+ * should not move. The chunks with the most uses are next, because each use would cost copies. */
 static int by_worth(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;

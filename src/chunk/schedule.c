@@ -147,7 +147,7 @@ typedef struct request {
     ps_plan_input in;
     ps_plan_chunk *chunks;        /* [n_chunks] */
     uint8_t *resident;            /* [n_chunks] 1 if the chunk is not part of the plan */
-    ps_use *uses;                 /* [n_uses] uses of the trace, without those of residents */
+    ps_use *uses;                 /* [n_uses] uses of the trace, without the uses of residents */
     int32_t *number;              /* [n_uses] index of each use in the trace */
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* like ps_plan_input.extra */
@@ -282,9 +282,9 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
             ahead = r->in.capacity[t] / 2;   /* a forward uses the same chunks as a backward, in half the time */
         } else {
             /* Six chunks of mean size are two sets of the chunks that an Adam update fetches. If one chunk is far
-             * larger than the mean, the depth is two thirds of that chunk. This halves the waiting time of 8 layers
-             * of a Llama of 8 B. If the depth were the size of the whole chunk, the planned steps of all 32 layers of
-             * that model would move 9 % more bytes. */
+             * larger than the mean, the depth is two thirds of that chunk. This depth halves the waiting time of 8
+             * layers of a Llama of 8 B. If the depth were the size of the whole chunk, the planned steps of all 32
+             * layers of that model would move 9 % more bytes. */
             int64_t sets = n > 0 ? total / n * 6 : 0;
             if (sets < largest / 3 * 2) sets = largest / 3 * 2;
             if (ahead > sets) ahead = sets;

@@ -16,7 +16,7 @@
 
 /* The number of bytes that are read or copied at once. A block fits in a core's cache. */
 enum { BLOCK = 1 << 20 };
-enum { THREADS = 2 };           /* one thread copies a block while the other one waits for the disk */
+enum { THREADS = 2 };           /* one thread copies a block while the other thread waits for the disk */
 
 struct ps_source_job {
     const source_part *parts;

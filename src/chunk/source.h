@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A source provides the contents of a chunk from a mapped file of the user. An example is a chunk of frozen weights
- * in a safetensors file. Such a chunk counts as being on the disk tier, but it has no extent there. It is read from
- * its source and never written to it. The first write to the chunk ends the source. Two threads read sources. The
- * threads bypass the page cache if the file system allows it. Otherwise they read the mapped pages. */
+ * in a safetensors file. Such a chunk counts as a chunk on the disk tier, but has no extent in the disk tier's file.
+ * The chunk is read from its source and never written to the source. The first write to the chunk ends the source.
+ * Two threads read sources. The threads bypass the page cache if the file system allows it. Otherwise they read the
+ * mapped pages. */
 #ifndef PS_SOURCE_H
 #define PS_SOURCE_H
 #include <stdbool.h>

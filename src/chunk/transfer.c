@@ -497,7 +497,8 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                         !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
-/* A moment after all known uses. It is small enough that a double can still represent halves, because pick adds 0.5. */
+/* A moment that is after all known uses. The number is small enough that a double can also represent the number plus
+ * 0.5, which pick() needs. */
 static const int64_t NO_USE_KNOWN = 1000000000000000;
 
 /* Returns the policy's rank of a chunk when there is no plan. A chunk whose next use is unknown is assumed to be used

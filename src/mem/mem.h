@@ -37,8 +37,8 @@ struct ps_storage {
         bool watched;           /* the storage belongs to a parameter; recompute segments record that they read it */
     } engine;
     struct {
-        bool fetched;           /* an op needed the bytes before backward. They were fetched from the host and will
-                                 * not be offloaded again. */
+        bool fetched;           /* an op needed the bytes before backward. The bytes were fetched from the host and
+                                 * will not be offloaded again. */
     } offload;
     struct {
         int64_t walk;           /* walk to which `waits` belongs */
@@ -169,7 +169,7 @@ static inline bool ps_storage_is_of(const ps_storage *s, const ps_mem *mem) { re
 /* plain.c is the reference implementation. A storage stays in the place where it was allocated. There is one arena
  * per device. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
-int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* adds a device, after the existing ones */
+int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* adds a device, after the existing devices */
 void ps_mem_plain_undo(ps_mem *mem);                        /* removes the last device, which must be unused */
 bool ps_storage_is_plain(const ps_storage *s);
 
@@ -190,8 +190,8 @@ void ps_arena_reset_peak(ps_arena *arena);
 int64_t ps_arena_held(const ps_arena *arena);
 int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* like ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
-/* Returns memory to the system. It returns unused regions and the unused ends of regions. If `holes` is true, it
- * returns all unused whole pages. The result is true if any memory was returned. */
+/* Returns unused memory to the system: unused regions, and the unused ends of other regions. If `holes` is true, all
+ * unused whole pages are returned. The result is true if any memory was returned. */
 bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
 void ps_block_note(ps_block *block, int32_t line, bool scratch);
