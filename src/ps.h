@@ -99,8 +99,8 @@ void ps_ctx_free(ps_ctx *ctx);
  *   device_nbytes: free memory of the machine's GPU (the device cuda); 0 means that there is no GPU.
  *   device_total: the whole memory of the GPU, including the bytes that the engine cannot use.
  *   device_sms: number of multiprocessors of the GPU.
- * device_total and device_sms determine the workspace of kernels. If both are 0, kernels get the same workspace as on
- * the processor. */
+ * device_total and device_sms determine the workspace of kernels. If both are 0, kernels have the same workspace as
+ * on the processor. */
 typedef struct ps_machine { int64_t host_nbytes, device_nbytes, device_total, device_sms; } ps_machine;
 /* Makes all contexts that are made after this call simulate the devices of `machine`. Ops then make tensors but do
  * not compute. The tensors occupy no real memory, and the disk tier has no file. The only values that exist are the
@@ -401,9 +401,9 @@ int64_t ps_record_clock(void);           /* returns the current time in nanoseco
  * Counting works without a record. `on` 1 begins a count and `on` 0 ends it. Counts can be nested. */
 void ps_flops_count(int on);
 int64_t ps_flops_counted(void);
-/* Begins or ends the counting of calls between ranks, which are the COLLECTIVE events of a record. There is one sum
- * for each combination of call, group and size. Counting works without a record, and excludes the calls that a record
- * would exclude. `names` is a bit set of the calls to count, by index of ps_record_call_name. If `names` is 0,
+/* Begins or ends the counting of calls between ranks. In a record, these calls are COLLECTIVE events. There is one
+ * sum for each combination of call, group and size. Counting works without a record, and excludes the calls that a
+ * record would exclude. `names` is a bit set of the calls to count, by index of ps_record_call_name. If `names` is 0,
  * counting stops. When counting begins, earlier sums are dropped. If `verbose` is 1, each counted call is printed
  * when it ends. */
 void ps_calls_count(uint32_t names, int verbose);
@@ -421,9 +421,9 @@ int ps_calls_total_get(int64_t i, ps_calls_total *out);
  * number is 2 * (n - 1) / n for a sum that all ranks receive. It is (n - 1) / n for a gather, and for a sum of which
  * each rank receives a shard. It is 1 for other calls. */
 double ps_calls_bus(int name, int ranks);
-/* ps_module_enter and ps_module_leave enter and leave a module. The id of a module is positive. ps_module_enter
- * returns the depth, which the caller passes to ps_module_leave, and never fails. Memory errors name the running
- * module, even without a record. When a scope ends, the modules that were entered in the scope are left. */
+/* ps_module_enter and ps_module_leave enter and leave a module. The id of a module is positive. ps_module_enter never
+ * fails. It returns the depth, which the caller passes to ps_module_leave. Memory errors name the running module,
+ * even without a record. When a scope ends, the modules that were entered in the scope are left. */
 int ps_module_enter(int id);
 void ps_module_leave(int depth);
 int ps_module_now(void);                 /* returns the id of the running module, or 0 if there is none */
@@ -773,18 +773,18 @@ int ps_lines_hash(const ps_lines *l, uint64_t *out);
 /* Writes an index atomically. The index contains the position of every 64th row, and the file's size and time.
  * Returns PS_EIO if the index cannot be written. */
 int ps_lines_save(const ps_lines *l, const char *index);
-/* Reads row i. Rows count from 0. Returns the row's bytes, which are lent until the next call, and its line number,
- * which counts from 1. Returns PS_ERANGE if there is no row i, or PS_EIO if the file was changed or truncated after
- * it was opened. */
+/* Reads row i. Rows count from 0. Sets *text and *nbytes to the row's bytes, which are lent until the next call. Sets
+ * *number to the row's line number. Lines count from 1. Returns PS_ERANGE if there is no row i, or PS_EIO if the file
+ * was changed or truncated after it was opened. */
 int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, int64_t *number);
 void ps_lines_close(ps_lines *l);
 
 /* -- token shards and the loader ----------------------------------------------------------------------------------- */
 typedef struct ps_tokens ps_tokens;
-/* Maps a shard of tokens. The file is llm.c's .bin, which has a header, or raw tokens of `width` bytes each. `width`
- * is 2 or 4 for raw tokens, or 1 to read a text file as bytes. If `width` is 0, the file must have a header, which
- * contains the width. Returns PS_EIO if the file cannot be read. Returns PS_EFORMAT if there is no header, if the
- * header has another version, or if the size is not a whole number of tokens. */
+/* Maps a shard of tokens. The file is a .bin file of llm.c, which has a header, or it consists of raw tokens of
+ * `width` bytes each. `width` is 2 or 4 for raw tokens, or 1 to read a text file as bytes. If `width` is 0, the file
+ * must have a header, which contains the width. Returns PS_EIO if the file cannot be read. Returns PS_EFORMAT if
+ * there is no header, if the header has another version, or if the size is not a whole number of tokens. */
 int ps_tokens_open(const char *path, int width, ps_tokens **out);
 void ps_tokens_close(ps_tokens *s);      /* releases the caller's reference; loaders hold references of their own */
 int64_t ps_tokens_count(const ps_tokens *s);
@@ -805,8 +805,8 @@ typedef struct ps_loader ps_loader;
 typedef struct ps_loader_config {
   int64_t batch, seq;        /* A batch of this rank has `batch` rows of `seq` tokens. Each target is the token after
                               * its input. */
-  int64_t vocab;             /* A token >= vocab is an error, whose message contains file and position. If vocab is
-                              * 0, tokens are not checked. */
+  int64_t vocab;             /* A token >= vocab is an error. The error's message contains the file and the position.
+                              * If vocab is 0, tokens are not checked. */
   int64_t first, last;       /* half-open range of tokens that the loader uses; the tokens of all shards are numbered
                               * together. If last is 0, the range ends with the last token. */
   uint64_t seed;
@@ -1267,9 +1267,9 @@ int ps_pipe_schedule_find(const char *name, int *out);
 /* Makes the table of a schedule. The table has only forwards and backwards. Every table can be performed. Returns
  * PS_EINVAL if the schedule has no table of these sizes; the message then contains the sizes. */
 int ps_pipe_table_new(const ps_pipe_spec *spec, ps_pipe_table **out);
-/* Reads a table in PyTorch's CSV form (docs/pipeline.md). `name` is the file's name, which messages contain. Returns
- * PS_EFORMAT if the text is not a table in this form; the message then contains line and cell. Returns PS_EINVAL if
- * the table cannot be performed, or if the order of its sums is not unique. */
+/* Reads a table in PyTorch's CSV form (docs/pipeline.md). `name` is the file's name for messages. Returns PS_EFORMAT
+ * if the text is not a table in this form; the message then contains line and cell. Returns PS_EINVAL if the table
+ * cannot be performed, or if the order of its sums is not unique. */
 int ps_pipe_table_read(const char *text, int64_t nbytes, const char *name, ps_pipe_table **out);
 /* Writes the text of a table. Returns the size of the whole text in bytes, including a final 0. If `room` is less
  * than this size, the text is truncated. If `plain` is 1, transfers and yields are omitted, so that
@@ -1297,8 +1297,8 @@ int ps_pipe_table_held(const ps_pipe_table *t, int rank, ps_pipe_held *out);
 typedef struct ps_pipe_cost {
   double forward, input, weight;
   double reduce;               /* cost of the reduction of the virtual stage, once per step, in a lowered table */
-  int64_t nbytes;              /* size in bytes of the output, which is sent to the next virtual stage. The output's
-                                * gradient, which is sent back, has the same size. */
+  int64_t nbytes;              /* size in bytes of the output that is sent to the next virtual stage. The output's
+                                * gradient, which is sent in the opposite direction, has the same size. */
   int64_t held, waiting;       /* held: bytes kept from forward to backward. waiting: bytes kept from INPUT to
                                 * WEIGHT. */
 } ps_pipe_cost;
@@ -1456,8 +1456,8 @@ int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
  * already chunks, or PS_EINVAL if there is no such stage. */
 typedef struct ps_group ps_group;
 int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage, int once);
-/* A part is the contents of one chunk, as seen by all ranks. A stripe is a set of parts, which contains at most one
- * part per rank. Parts and stripes are numbered from 0. */
+/* A part is the contents of one chunk, as seen by all ranks. A stripe is a set that contains at most one part per
+ * rank. Parts and stripes are numbered from 0. */
 typedef struct ps_part_config {
   int32_t owner, dtype;        /* owner: rank that owns the part. dtype: type in which the part's bytes are reduced. */
   int32_t chunk;               /* the part's chunk on this rank; -1 if there is none and the bytes are temporarily on
@@ -1487,7 +1487,7 @@ int ps_engine_own(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
 double ps_engine_gathers(ps_ctx *ctx);
 void ps_engine_gathers_drop(ps_ctx *ctx);
 /* All ranks must call this function after values were written without using the parts. The next read of each part
- * then gathers it again. Returns errors of ps_apply, which are errors of exchanges in progress. */
+ * then gathers it again. Returns errors of ps_apply. These are errors of exchanges in progress. */
 int ps_engine_forget(ps_ctx *ctx);
 /* Sets the stages of a pipeline. The ranks of the group `stages` run the other virtual stages of this model. The
  * whole model has n_numbers parameters, and each ps_param.number is less than n_numbers. From now on the norm

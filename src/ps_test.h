@@ -23,7 +23,7 @@ void ps_test_slow_io(double seconds);
 /* Makes operations that write files fail with error `code` (an errno). The operations are reserving, writing, syncing
  * and renaming. The operations are numbered from 0, starting now. The operations from nth to nth + count - 1 fail. If
  * nth is -1, the failures are turned off. ps_test_fail_file_left returns the number of operations before the first
- * failure, which is negative after it. */
+ * failure. The number is negative after the first failure. */
 void ps_test_fail_file(int64_t nth, int64_t count, int code);
 int64_t ps_test_fail_file_left(void);
 /* Plants a signal. When the next action of this kind and micro-batch has begun, the process waits `seconds` seconds and
@@ -98,9 +98,9 @@ void ps_plan_clear(ps_plan *plan);
 
 /* -- rates of the machine ----------------------------------------------------------------------------------------- */
 /* Measures the bytes per second that the compute threads read and write. The result is the median of `passes` passes.
- * The threads read `reads` streams of fp32 values and write `writes` streams, which can be 0. If `in_place` is 1, the
- * written streams are the first `writes` of the read streams. Otherwise the written streams are separate. `nbytes` is
- * the size of all streams together. */
+ * The threads read `reads` streams of fp32 values and write `writes` streams. `writes` can be 0. If `in_place` is 1,
+ * the written streams are the first `writes` of the read streams. Otherwise the written streams are separate.
+ * `nbytes` is the size of all streams together. */
 int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int passes, double *bytes_per_s);
 /* Runs the communication library's own all-gather or all-reduce of fp32 values, without checks between ranks. */
 int ps_group_raw(ps_group *group, int all_reduce, ps_tensor *out, ps_tensor *in);

@@ -15,7 +15,7 @@ static inline int64_t ps_panel_rows(int64_t N, int64_t V)
     int64_t rows = NUMEL / V;
     rows = rows < LEAST ? LEAST : rows > MOST ? MOST : rows;
     if (rows >= N) return N;
-    int64_t panels = (N + rows - 1) / rows;                    /* the panels get nearly equal sizes */
+    int64_t panels = (N + rows - 1) / rows;                    /* the panels have nearly equal sizes */
     rows = ((N + panels - 1) / panels + 15) / 16 * 16;
     return rows < N ? rows : N;
 }

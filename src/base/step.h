@@ -24,8 +24,8 @@ typedef struct step_vstage {
 
 struct ps_step {
     ps_step_state is;             /* state that scripts can read */
-    struct ps_mem *dry;           /* in a dry run, in which ops do everything except compute: memory manager that
-                                   * provides addresses for tensors; otherwise NULL */
+    struct ps_mem *dry;           /* memory manager that provides addresses for tensors in a dry run, in which ops do
+                                   * everything except compute; NULL in other steps */
     int32_t pass;                 /* counter that each action of the table increments. It distinguishes the reads of
                                    * an action from earlier reads. A repeated action does not increment it. */
     ps_action *actions;           /* [n_actions] the table */

@@ -83,8 +83,8 @@ void ps_chunks_pass(ps_chunks *cs);       /* begins a new pass over the chunks *
  * the next recording begins. */
 void ps_chunks_trace_begin(ps_chunks *cs);
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs);
-/* Plans a step that is expected to repeat the uses of `trace`, which must stay valid until ps_chunks_step_end. Pins
- * then perform the moves of the plan, starting from the present places of the chunks. The plan leaves
+/* Plans a step that is expected to repeat the uses of `trace`. The trace must stay valid until ps_chunks_step_end.
+ * Pins then perform the moves of the plan, starting from the present places of the chunks. The plan leaves
  * `trace->other_peak` bytes free on each tier. If the chunks of a moment do not fit, the plan leaves only the bytes
  * that other tensors use at that moment. Returns PS_ENOMEM if a moment still does not fit. The message then names the
  * tensor, the chunk and the tier. */

@@ -103,7 +103,7 @@ struct ps_disk {
     int64_t capacity;
     bool direct, uring;
     /* sums: [reach / PS_DIRECT_ALIGN] checksums, or NULL. The array needs no lock, because only one thread works on a
-     * piece, and the read of a chunk waits for the chunk's write. Unused pages of the array take no memory. */
+     * piece, and the read of a chunk waits for the chunk's write. Unused pages of the array use no memory. */
     piece_sum *sums;
     /* The fields up to `reach` are used only by the caller's thread. Free extents and holes are sorted by offset. Two
      * free extents never touch each other, and neither do two holes. Therefore n allocated extents and m holes leave

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The disk tier is one preallocated file without a name, which disappears when the process ends. One thread reads and
- * writes the file with io_uring and O_DIRECT, which bypasses the page cache. If the kernel has no io_uring, a few
+ * The disk tier is one preallocated file without a name. The file disappears when the process ends. One thread reads
+ * and writes the file with io_uring. It bypasses the page cache by O_DIRECT. If the kernel has no io_uring, a few
  * plain threads transfer the bytes instead. All offsets, sizes and addresses are multiples of PS_DIRECT_ALIGN bytes.
  * Only one thread calls these functions. Jobs run on other threads. */
 #ifndef PS_DISK_H
@@ -47,9 +47,9 @@ void ps_disk_extent_free(ps_disk *disk, int64_t offset, int64_t nbytes);
 int ps_disk_read(ps_disk *disk, int64_t offset, void *dst, int64_t nbytes, ps_disk_job *after, ps_disk_job **out);
 int ps_disk_write(ps_disk *disk, int64_t offset, const void *src, int64_t nbytes, ps_disk_job *after,
                   ps_disk_job **out);
-/* Returns 1 if the job has ended, or a negative error if it has failed. Returns 0 if it has not ended, which happens
- * only if `block` is false. Frees the job unless the result is 0. A job may be freed before the jobs that were begun
- * with this job as `after`. */
+/* Returns 1 if the job has ended, or a negative error if it has failed. Returns 0 if the job has not ended; this
+ * happens only if `block` is false. Frees the job unless the result is 0. A job may be freed before the jobs that
+ * were begun with this job as `after`. */
 int ps_disk_wait(ps_disk *disk, ps_disk_job *job, bool block);
 void ps_disk_get_info(ps_disk *disk, ps_disk_info *out);
 /* Measures the rates of the disk itself. Writes `nbytes` bytes of free space and then reads them, with many large

@@ -25,7 +25,7 @@ typedef struct member {
 typedef struct transfer {
     struct transfer *next;        /* next copy, in the order in which copies started */
     int32_t chunk;
-    /* heir: for a copy down, the chunk that will get the freed memory (see begin_fetch_behind), or -1 */
+    /* heir: for a copy down, the chunk that will use the freed memory (see begin_fetch_behind), or -1 */
     int32_t heir;
     int8_t level;
     /* behind: true for a copy up of an heir. It ends after the copy down that frees the heir's memory. */
@@ -141,7 +141,7 @@ struct ps_chunks {
 static inline chunk *chunk_at(ps_chunks *cs, int32_t id) { return &cs->chunks[id]; }
 static inline bool is_disk(const ps_chunks *cs, int t) { return !cs->tiers[t].be; }
 static inline bool has_copy(const chunk *c, int t) { return c->valid >> t & 1; }
-/* Returns true if c is being evicted and an heir will get its memory. */
+/* Returns true if c is being evicted and an heir will use the memory of c. */
 static inline bool hands_on(const chunk *c) { return c->transfer && c->transfer->heir >= 0; }
 
 /* Formats a number of bytes for messages, such as "1.5 MiB". The text is valid until the end of the statement. */
@@ -196,9 +196,8 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 void record_tiers(ps_chunks *cs);
 
 /* -- chunk/source.c */
-/* Adds borrowed bytes to the source of m's chunk, so that the caller does not have to copy them. The bytes are the
- * bytes of s, which are borrowed directly or through the source of another chunk. Returns 1, or 0 if the bytes cannot
- * be added. */
+/* Adds borrowed bytes to the source of m's chunk, so that the caller does not have to copy them. These are the bytes
+ * of s, borrowed directly or through the source of another chunk. Returns 1, or 0 if the bytes cannot be added. */
 int source_adopt(ps_chunks *cs, ps_storage *s, const member *m);
 void source_drop(chunk *c);           /* ends the chunk's source, if it has one */
 /* Copies bytes of a mapped file. See copy_mapped in source.c. */

@@ -5,7 +5,8 @@
  *
  * Tiers are numbered from 0, which is the fastest. The order is device, host, disk. On the CPU backend, host is tier 0.
  * Level l moves chunks between tier l and tier l + 1. A chunk has a valid copy on one or more tiers:
- *   - A fetch leaves the copy on the lower tier. That copy takes space there until it is dropped. The last tier has
+ *   - A fetch leaves the copy on the lower tier. That copy occupies space on the lower tier until it is dropped. The
+ *   last tier has
  *     space for every chunk.
  *   - A write makes all other copies stale.
  *   - Dropping a copy costs nothing if a lower tier has a valid copy. Otherwise the contents must first move down.
@@ -16,9 +17,9 @@
  *     until the moves that the next moment waits for are done.
  *   - Every use finds its chunk, and the last valid copy of a chunk is never dropped.
  *   - Moves never wait for each other in a circle. `from` and `need` never decrease along a list.
- * A DROP on the host must never become a write to the disk. There are two cases. If the DROP leaves the only valid copy
- * on the device, the list of level 0 then has an EVICT instead of a DROP. Otherwise the DROP discards contents that a
- * later write on the device replaces. */
+ * A DROP on the host must never become a write to the disk. There are two cases. If the DROP leaves the only valid
+ * copy on the device, the list of level 0 then has an EVICT instead of a DROP. Otherwise the DROP discards contents
+ * that a later write on the device replaces. */
 #ifndef PS_PLAN_H
 #define PS_PLAN_H
 #include "ps_test.h"   /* declares the types and all functions of the planner */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file plans the moves of one level, which has a tier with limited capacity and the tier below it. The tier
- * below is treated as if it had no limit. The input is a stream of events in the order in which they happen.
+ * This file plans the moves of one level. A level consists of a tier with limited capacity and the tier below it. The
+ * tier below is treated as if it had no limit. The input is a stream of events in the order in which they happen.
  *
  * Two cursors walk the stream. The take cursor allocates space for chunks, and the use cursor follows it. The space
  * that is taken between the two cursors is limited to the read-ahead depth plus the large chunks of one moment. Large

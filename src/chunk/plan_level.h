@@ -10,9 +10,9 @@
 /* The kinds of events of a chunk. "Here" is the upper tier of the level. */
 typedef enum ps_event_kind {
     EV_READ, EV_WRITE,            /* a use on this tier */
-    /* A use on the tier below, which needs the contents. A write there makes the copy here stale. */
+    /* A use of the contents on the tier below. A write on the tier below makes the copy here stale. */
     EV_DOWN, EV_DOWN_WRITE,
-    EV_SOURCE,                    /* a fetch by the level above, which needs the contents here */
+    EV_SOURCE,                    /* a fetch by the level above; it needs the contents here */
     /* An eviction by the level above. It needs room here and brings new contents. */
     EV_DEST,
     /* A write or a first use on the tier above. It makes the copies here and below stale. */

@@ -107,7 +107,8 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
 int residents_make(ps_chunks *cs, const uint8_t *resident)
 {
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
-    for (int pass = 0; pass < 2; pass++)          /* the first pass handles the chunks on tier 0, which need no room */
+    for (int pass = 0; pass < 2; pass++)          /* the first pass handles the chunks that are on tier 0 and need no
+                                                   * room */
         for (int32_t i = 0; i < cs->n_chunks; i++) {
             chunk *c = chunk_at(cs, i);
             if (!c->resident || c->valid == 0 || c->pins > 0 || (pass == 0 && !has_copy(c, 0))) continue;

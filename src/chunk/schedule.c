@@ -493,7 +493,8 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
     request r;
     ps_plan first, steady;
     int32_t bad = -1;
-    int64_t sources = 0;              /* size in bytes of chunks with a source, which need no space on the disk tier */
+    int64_t sources = 0;              /* size in bytes of chunks with a source; these chunks need no space on the disk
+                                       * tier */
     for (int32_t i = 0; i < cs->n_chunks; i++)
         if (!cs->chunks[i].dead && cs->chunks[i].n_source) sources += cs->chunks[i].nbytes;
     *out = (ps_step_forecast){ .n_moments = trace->n_moments, .n_uses = trace->n_uses };

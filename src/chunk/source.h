@@ -31,7 +31,7 @@ void ps_source_close(ps_source *source);
  * file of a lender has changed. */
 int ps_source_read(ps_source *source, const source_part *parts, int32_t n, void *dst, int64_t nbytes,
                    ps_source_job **out);
-/* Returns 1 if the job has ended, and frees the job. Returns 0 if it is still in progress, which happens only if
+/* Returns 1 if the job has ended, and frees the job. Returns 0 if the job is still in progress; this happens only if
  * `block` is false. */
 int ps_source_wait(ps_source *source, ps_source_job *job, bool block);
 #endif

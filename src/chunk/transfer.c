@@ -125,7 +125,7 @@ static void *cache_take(tier *at, int64_t nbytes)
 }
 
 /* Makes a region for a slot from memory that is kept for reuse. New memory would be slower, because the system clears
- * its pages, which can take longer than reading a chunk from the disk. The kept regions have other sizes, and they
+ * new pages. Clearing can take longer than reading a chunk from the disk. The kept regions have other sizes, and they
  * lose their first bytes. `lacking` is the number of bytes of kept memory that must be used or freed to make room for
  * the slot. Sets *fresh to the number of bytes of the new region that have no memory yet. */
 static int region_remake(tier *at, int64_t nbytes, int64_t lacking, void **out, int64_t *fresh)
@@ -371,8 +371,8 @@ int begin_evict(ps_chunks *cs, chunk *c, int t)
     return rc;
 }
 
-/* Completes a copy that ended with result `rc`. Updates the slots and the valid copies, which do not change while
- * copies run. */
+/* Completes a copy that ended with result `rc`. Updates the slots and the valid copies. The slots and the valid
+ * copies do not change while copies run. */
 static void transfer_end(ps_chunks *cs, transfer *x, int rc)
 {
     chunk *c = chunk_at(cs, x->chunk);
