@@ -1234,7 +1234,7 @@ void ps_step_abandon(ps_step *step);
  * tier is free and the last collection was PS_UNCOLLECTED micro-batches ago. The call never fails. */
 enum { PS_UNCOLLECTED = 16 };
 int ps_step_collects(ps_step *step);
-/* Ends the step. *trace is set to the trace of this step, or to -1 if there is none. If the step repeated the
+/* Ends the step. *trace is set to the trace of this step, or to -1 if the step has no trace. If the step repeated the
  * expected trace, *trace is that trace. If `trace` is NULL, the call abandons the step: it drops the step's
  * gradients, and the next step uses the same dropout numbers. If the call fails to drop some gradients, a later call
  * drops them. Returns PS_ESTATE if actions of the table have not run. */
@@ -1246,7 +1246,8 @@ int ps_step_end(ps_step *step, int32_t *trace);
  * The following kinds of actions occur only in tables:
  *   SEND_F: sends the outputs of this virtual stage to the forward of the next virtual stage.
  *   RECV_F: receives the outputs of the previous virtual stage.
- *   SEND_B, RECV_B: the same for gradients, in the opposite direction.
+ *   SEND_B: sends gradients to the backward of the previous virtual stage.
+ *   RECV_B: receives gradients from the next virtual stage.
  *   YIELD: passes the loss of the micro-batch to the script's loop. vstage is 0.
  * SEGMENT does not occur in tables. It is an event of the executor (ps_pipe_event). */
 enum { PS_ACT_SEND_F = 16, PS_ACT_RECV_F, PS_ACT_SEND_B, PS_ACT_RECV_B, PS_ACT_YIELD, PS_ACT_SEGMENT };
@@ -1402,9 +1403,10 @@ typedef struct ps_step_forecast {
                                      * tier i to the tier below */
   int64_t first_fetched[2], first_evicted[2];   /* the same numbers for the next step. That step begins with the
                                                  * chunks in their current places. */
-  /* The first op that fits only because other tensors use less memory during this op than at their peak. short_tier:
-   * tier on which the op needs its chunks. wanted: total bytes of these chunks, 0 if there is no such op. left: bytes
-   * left for them on that tier. */
+  /* The first op that fits only because other tensors use less memory during this op than at their peak.
+   *   short_tier: tier on which the op needs its chunks.
+   *   wanted: total size of these chunks in bytes; 0 if there is no such op.
+   *   left: number of bytes that are left for these chunks on the tier. */
   int64_t wanted, left, short_tier;
   int64_t resident;            /* bytes of chunks that are always on tier 0, because the last tier has no space for
                                 * them */
