@@ -5,7 +5,8 @@
 #include "backend/cpu/cpu.h"
 #include "base/error.h"
 
-/* The kernels of the cpu backend and of the fallback. All contexts of a process share them. */
+/* The kernels of the cpu backend, followed by the kernels of the fallback. All contexts of a process share this
+ * table. */
 static ps_kernel kernels[2][PS_OP_COUNT];
 
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback)
@@ -16,8 +17,7 @@ void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback)
 
 static const ps_view absent = { .ndim = -1 };
 
-/* Runs one kernel of the chain. Uses this backend's kernel, or the fallback's kernel if this backend does not support
- * the types. */
+/* Runs one kernel of the chain. If this backend's kernel does not support the types, runs the fallback's kernel. */
 static int run(ps_call *call, int op, const void *attrs, int n_in, const ps_view *in, ps_view *out)
 {
     ps_call one = *call;
@@ -58,8 +58,8 @@ int ps_cpu_linear_grad(ps_call *call)
     return sum_rows(call, dy, &call->out[1], at->add_b);
 }
 
-/* Allocates v if the caller did not provide it. The new tensor has the type and shape of `like`, except that its last
- * dimension has the size `last`. */
+/* Allocates v, unless the caller has provided it. The new tensor has the type and shape of `like`, but the size of its
+ * last dimension is `last`. */
 static int make(ps_call *call, ps_view *v, const ps_view *like, int64_t last)
 {
     if (ps_has(v)) return 0;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Copies bytes from the caller's memory or a file to tensors, and back. Large copies use all compute threads. The
- * reason is that loaded weights go to new memory. The system clears new memory page by page at the first access, and
- * several threads do this faster. */
+ * Copies bytes from the caller's memory or a file to tensors, and back. Large copies use all compute threads. Loaded
+ * weights are written to new memory, which the system clears page by page at the first access. Several threads clear
+ * memory faster than one thread. */
 #include "backend/cpu/cpu.h"
 #include <stdatomic.h>
 #include <string.h>
@@ -14,8 +14,8 @@ int ps_cpu_load(ps_backend *be, void *dst, ps_reader read, const void *from, int
 {
     int64_t pieces = (int64_t)(nbytes / PIECE);
     if (pieces < 2) return read(from, at, dst, (int64_t)nbytes);
-    size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* number of bytes before the first huge-page boundary;
-                                                              * piece 1 begins at that boundary */
+    size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* number of bytes before the first huge-page boundary,
+                                                              * where piece 1 begins */
     ps_error_kept error = { .code = 0 };
     atomic_bool failed = false;
 #pragma omp parallel for schedule(dynamic)
@@ -36,9 +36,9 @@ static int read_memory(const void *from, int64_t at, void *dst, int64_t nbytes)
     return 0;
 }
 
-/* Copies on one thread if source and destination overlap, because with several threads one thread could overwrite bytes
- * that another thread has not read yet. An overlap is possible if a tensor borrows its bytes and is written from the
- * lender's memory. */
+/* If source and destination overlap, copies on one thread, because one of several threads could overwrite bytes that
+ * another thread has not read yet. They can overlap if a tensor borrows memory and the data to copy are in the same
+ * memory. */
 int ps_cpu_copy(ps_backend *be, void *dst, const void *src, size_t nbytes)
 {
     uintptr_t to = (uintptr_t)dst, from = (uintptr_t)src;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Opens the cpu backend. This file chooses the instruction set and fills the kernel table. Ops without a kernel here
- * run on ref. PS_CPU_ISA=sse2|avx2|avx512 selects a lower set. The vector kernels compute the same bits with each
- * set. */
+ * run on ref. PS_CPU_ISA=sse2|avx2|avx512 selects a set lower than the machine's best set. The vector kernels compute
+ * the same bits with every set. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,9 +58,10 @@ static const isa sets[] = {
       ps_cpu_packed_dots_avx512, ps_cpu_unpack_avx512, ps_cpu_int8_dots_avx512, ps_cpu_round_int8_avx512 },
 };
 
-/* Returns the index of the best set that the machine supports. The function checks all instructions that the compiler
- * may use with -march=x86-64-v3 and v4. It also checks that the system saves the registers of these sets. It looks up
- * f16c, movbe and lzcnt in cpuid, because some compilers have no names for them. */
+/* Returns the index of the best set that the machine supports. The function checks that the processor has all
+ * instructions that the compiler may use with -march=x86-64-v3 and v4, and that the operating system saves the
+ * registers of these sets. It looks up f16c, movbe and lzcnt in cpuid, because some compilers have no names for these
+ * features. */
 static int best_set(void)
 {
     unsigned a, b, c, d, ext;

@@ -4,7 +4,7 @@
  * to a kernel table. cpu.c chooses the instruction set at run time. Only onednn.c (matrix products) and onednn_conv.c
  * (convolutions) use oneDNN.
  * Loops run on the OpenMP pool that oneDNN also uses. A loop runs in parallel only if it has at least PS_PAR_MIN
- * elements. A sum does not depend on how the threads share out the loop. */
+ * elements. The result of a sum does not depend on how the loop is divided among threads. */
 #ifndef PS_CPU_H
 #define PS_CPU_H
 #include "backend/backend.h"
@@ -28,13 +28,13 @@ static inline bool view_flat(const ps_view *v)
 
 /* A matrix for onednn.c. Element (i, j) is data[i * stride_row + j * stride_col]. One of the two strides is 1. */
 typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_row, stride_col; } ps_mat;
-/* Computes dst [M, N] = a [M, K] b [K, N]. Adds bias [N] and residual [M, N] if they are not NULL, and the old dst if
- * `accumulate` is set. dst and residual are row-major and have the same type. ld_residual is the leading dimension of
- * residual. The types are fp32, bf16 and fp16. Sums are computed in fp32. The function allocates its workspace from
- * `call`. */
+/* Computes dst [M, N] = a [M, K] * b [K, N]. Adds bias [N] and residual [M, N] if they are not NULL. Adds the old
+ * values of dst if `accumulate` is set. dst and residual are row-major and have the same type. ld_residual is the
+ * leading dimension of residual. The types are fp32, bf16 and fp16. Sums are computed in fp32. The function allocates
+ * its workspace from `call`. */
 int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *dst, const void *bias, int bias_dtype,
                 const void *residual, int64_t ld_residual, int accumulate);
-int ps_cpu_matmul(ps_call *call);      /* this function and the next ones are kernels of the ops in ops.def */
+int ps_cpu_matmul(ps_call *call);      /* this function and the following functions are kernels of the ops in ops.def */
 int ps_cpu_linear(ps_call *call);
 int ps_cpu_unpack_op(ps_call *call);             /* packed.c */
 int ps_cpu_pack_op(ps_call *call);
@@ -51,16 +51,16 @@ int ps_cpu_conv(ps_call *call);                  /* onednn_conv.c */
 int ps_cpu_conv_transpose(ps_call *call);
 int ps_cpu_conv_weight(ps_call *call);
 void ps_cpu_conv_close(void);                    /* frees cached primitives */
-bool ps_cpu_asks(int op);              /* true if the op's kernel uses scratch memory; the kernel then supports
-                                        * ps_call.dry */
-/* Tells chain.c which kernels to use: this backend's own kernels, and the fallback's kernels for types that the own
- * kernels do not support. */
+bool ps_cpu_asks(int op);              /* returns true if the op's kernel uses scratch memory; every such kernel
+                                        * supports ps_call.dry */
+/* Sets the kernels that chain.c uses. `own` contains this backend's kernels. `fallback` contains the kernels for the
+ * types that `own` does not support. */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
-/* Replaces the cpu kernels in `kernel` by the kernels of one instruction set. The environment variable names the set.
- * If the variable is not set, the best set is used. All sets compute the same bits, at different speeds. */
+/* Replaces the cpu kernels in `kernel` by the kernels of the instruction set that the environment variable `variable`
+ * names. If the variable is not set, uses the best set. All sets compute the same bits, at different speeds. */
 int ps_cpu_kernels(const char *variable, ps_kernel *kernel);
-/* ps_cpu_vector_nbytes stores the size of a vector in bytes. It uses the instruction set that PS_CPU_ISA names, or the
- * best set. ps_cpu_has_set returns true if this machine supports the named instruction set. */
+/* ps_cpu_vector_nbytes stores the size in bytes of a vector of the instruction set that PS_CPU_ISA names, or of the
+ * best set if PS_CPU_ISA is not set. ps_cpu_has_set returns true if this machine supports the named instruction set. */
 int ps_cpu_vector_nbytes(int *nbytes);
 bool ps_cpu_has_set(const char *name);
 /* copy.c: copy_in, copy_out and load of backend.h. */
@@ -72,7 +72,7 @@ void ps_cpu_gemm_close(void);          /* frees cached primitives */
 
 /* loss.c: Replaces a row of logits [V] by its gradient (softmax - onehot(target)) * scale, in the same type (fp32, bf16
  * or fp16). Returns the row's loss. If target < 0, the row is ignored, and its gradient and loss are 0. If want_grad is
- * 0, the logits do not change. Sets *hit to true if the target has the largest logit and no earlier token has an equal
+ * 0, the logits do not change. Sets *hit to true if the target has the largest logit and no earlier token has the same
  * logit. Each instruction set has its own function of this type. cpu.c sets the pointer to one of them. */
 typedef float (*ps_cpu_loss_row_fn)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad,
                                     bool *hit);

@@ -3,10 +3,10 @@
  * rows of x are processed in panels, so that only one panel of logits exists at a time. ps_cpu_loss_row replaces the
  * logits in place by their gradient.
  *
- * Rounding: The logits and their gradients have the type of x. They are fp32 instead if products of that type are
- * computed in fp32 anyway. For each panel, dw is summed over the panel's rows in fp32 and rounded to the type of dw. db
- * is summed over all rows in fp32, in row order. The losses are added in double, in row order. The division into panels
- * depends only on the shapes (base/panels.h). */
+ * Rounding: If products of the type of x are computed in fp32 anyway, the logits and their gradients are fp32.
+ * Otherwise they have the type of x. For each panel, dw is summed over the panel's rows in fp32 and rounded to the type
+ * of dw. db is summed over all rows in fp32, in row order. The losses are added in double, in row order. The division
+ * into panels depends only on the shapes (base/panels.h). */
 #include "backend/cpu/gemm.h"
 #include "base/error.h"
 #include "base/panels.h"
@@ -22,14 +22,14 @@ typedef struct problem {
     ps_call *call;
     ps_gemm_space space;
     const ps_view *x, *w, *target;
-    const ps_view *dx, *dw, *db;                /* NULL if the caller does not want it */
+    const ps_view *dx, *dw, *db;                /* NULL if the caller does not want this gradient */
     const ps_view *bias;        /* [V], or NULL if there is no bias */
     int64_t N, V, C;            /* x is [N, C], w is [V, C], target is [N] */
     int64_t ignore;
     int type;                   /* type of the logits */
     void *logits;               /* [panel rows, V] */
     float *loss;                /* losses of the rows, [N] */
-    int64_t hits;               /* number of rows whose target has the largest logit and no earlier token has an equal
+    int64_t hits;               /* number of rows whose target has the largest logit, with no earlier token of the same
                                  * logit */
     float *db_sum;              /* [V], allocated only if db is wanted */
 } problem;
@@ -41,7 +41,7 @@ static int64_t target_at(const problem *p, int64_t i)
 
 static void *at(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
 
-/* Counts the rows that are not ignored. Fails if a target is outside [0, V). */
+/* Counts the rows that are not ignored. Returns an error if another row has a target outside [0, V). */
 static int count_targets(const problem *p, int64_t *count)
 {
     *count = 0;
@@ -71,7 +71,7 @@ static int add_dw(problem *p, int64_t first, int64_t rows)
     return 0;
 }
 
-/* Adds the rows of a panel's dlogits to db_sum, in row order. The threads share out the columns. */
+/* Adds the rows of a panel's dlogits to db_sum, in row order. The columns are divided among the threads. */
 static void add_db(const problem *p, int64_t rows)
 {
 #pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The ops matmul and linear on the cpu. They accept operands with any strides, and pass them to onednn.c as matrices.
- * If the strides allow it, dimensions are merged and a matrix is marked as transposed. Otherwise the operand is copied
- * to workspace. The fallback computes all types other than fp32, bf16 and fp16. */
+ * If the strides allow it, dimensions are merged, and a transposed matrix is passed without a copy. Otherwise the
+ * operand is copied to workspace. The fallback computes all types other than fp32, bf16 and fp16. */
 #include "backend/cpu/gemm.h"
 #include "backend/dims.h"
 #include "base/error.h"
@@ -40,7 +40,7 @@ static void pack(const ps_view *v, void *dst)
     }
 }
 
-/* Makes v contiguous. The elements are copied to workspace. */
+/* Copies the elements of v to workspace, where they are contiguous. */
 static int pack_view(ps_call *call, ps_view *v)
 {
     void *p = call->scratch(call, (size_t)(v->numel * ps_dtype_bytes(v->dtype)));
@@ -52,7 +52,8 @@ static int pack_view(ps_call *call, ps_view *v)
     return 0;
 }
 
-/* Describes v [..., cols] as the matrix [rows, cols]. If the strides of v do not allow this, copies v first. */
+/* Describes `given` [..., cols] as the matrix [rows, cols]. If the strides of `given` do not allow this, copies its
+ * elements first. */
 static int rows_matrix(ps_call *call, const ps_view *given, ps_mat *out)
 {
     ps_view v = *given;
@@ -127,8 +128,8 @@ static int operand(ps_call *call, ps_view *v, ps_mat *out)
     return is_plain(out) ? 0 : ps_fail(PS_EUNSUP, "a matrix of these strides");
 }
 
-/* Merges the batch into one product if all products of the batch use the same b. The product then has the rows of all
- * batches, and b is packed only once. */
+/* If all products of the batch use the same b, merges them into one product, whose `a` has the rows of all products. As
+ * a result, b is packed only once. */
 static bool merge_rows(ps_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1 || g->dst.stride_col != 1) return false;
@@ -152,7 +153,7 @@ int ps_cpu_matmul(ps_call *call)
     ps_gemm g = { .batch = 1, .accumulate = attrs->accumulate };
     g.dst = last_two(y);
     if (!is_plain(&g.dst)) return PS_EUNSUP;
-    bool turn = g.dst.stride_col != 1;                       /* computes y^T = b^T a^T, which writes y by rows */
+    bool turn = g.dst.stride_col != 1;                       /* compute y^T = b^T a^T, so that y is written by rows */
     if (va.numel == 0) {
         g.a = (ps_mat){ va.data, va.dtype, va.shape[va.ndim - 2], 0, 1, 1 };
         g.b = (ps_mat){ vb.data, vb.dtype, 0, vb.shape[vb.ndim - 1], 1, 1 };

@@ -10,8 +10,8 @@
 #include "base/update.h"
 
 enum {
-    LEAF = 128,                       /* maximum number of rows of a diagonal block; such a block is symmetric but is
-                                       * computed whole */
+    LEAF = 128,                       /* maximum number of rows of a diagonal block; both halves of the block are
+                                       * computed, although it is symmetric */
     TILE = 32,
 };
 
@@ -40,8 +40,8 @@ static void set_master(const ps_view *in, int64_t i, float p)
     else if (in[0].dtype == PS_F16) half[i] = ps_f32_to_f16(p);
     else ((float *)in[0].data)[i] = p;
 }
-/* Returns true if this file's kernels support these tensors. The parameters must be fp32, bf16 or fp16, with fp32
- * masters. A bf16 parameter can have a remainder instead of a master. */
+/* Returns true if this file's kernels support these tensors. The parameters must be fp32, bf16 or fp16. Masters must be
+ * fp32. A bf16 parameter can have a remainder instead of a master. */
 static bool known(const ps_view *in, int each)
 {
     bool low = in[1].dtype == PS_U8, half = in[0].dtype == PS_BF16 || in[0].dtype == PS_F16;
@@ -64,8 +64,8 @@ static double in_order(const double *x, int64_t n)
  * would amplify the rounding errors of the products. If s I is near A, E is small, and so are its rounding errors.
  * Operands of half types have no shift (s = 0). In the first iterations A is small, and rounding A - s I to a half type
  * would remove most of the digits of A.
- * X is stored divided by `scale`, the product of all q so far, so that the last product of an iteration adds X
- * itself. */
+ * The stored matrix x is X divided by `scale`. `scale` is the product of the values of q in all iterations so far.
+ * Hence the last product of an iteration adds x without a factor. */
 typedef struct matrices {
     ps_call *call;
     ps_gemm_space space;
@@ -76,7 +76,8 @@ typedef struct matrices {
     double shift, q, scale;
 } matrices;
 
-/* The shift s for fp32 operands. For random matrices, the errors are smallest with a shift from 0.6 to 0.7. */
+/* The shift s for fp32 operands. For random matrices, the rounding errors are smallest if the shift is between 0.6 and
+ * 0.7. */
 static const double SHIFT = 0.65;
 
 static int64_t size_of(const matrices *m) { return m->type == PS_F32 ? 4 : 2; }
@@ -92,7 +93,7 @@ static void store(const matrices *m, void *p, int64_t i, float value)
 }
 
 /* Computes a block of dst [R, R] = a a^T. The block has rows i0 to i0 + rows and columns j0 to j0 + cols. If `a` is not
- * m->x, it is symmetric, and the function computes a a instead. K is the number of columns of `a`. */
+ * m->x, `a` is symmetric, and the function computes a * a, which is the same. K is the number of columns of `a`. */
 static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
     bool turned = a == m->x;
@@ -112,8 +113,8 @@ static int lower(matrices *m, float *dst, void *a, int64_t K, int64_t first, int
     PS_TRY(block(m, dst, a, K, first + top, n - top, first, top));
     return lower(m, dst, a, K, first + top, n - top);
 }
-/* Computes the symmetric matrix dst [R, R] = alpha sum + beta add + diagonal I. Reads only the lower half of `sum`. dst
- * may be the same matrix as `sum`. */
+/* Computes the symmetric matrix dst [R, R] = alpha * sum + beta * add + diagonal * I. Reads only the lower half of
+ * `sum`. dst may be the same matrix as `sum`. */
 static void mirror(const matrices *m, void *dst, const float *sum, float alpha, const void *add, float beta,
                    float diagonal)
 {
@@ -176,8 +177,8 @@ static int iterate(matrices *m, const ps_attrs_muon_ *a)
 /* Returns true if x contains the transposed parameter, so that R <= C. */
 static bool is_turned(const ps_view *in) { return in->shape[0] > in->shape[1]; }
 
-/* Updates the momentum of n rows, beginning at row `first`, and writes their update to u [R, C]. Stores in by_row, for
- * each row of the parameter, the sum of the squares of the row's update. */
+/* Updates the momentum of n rows of the parameter, beginning at row `first`. Writes the update of these rows to u [R,
+ * C], and the sum of squares of each row's update to by_row. */
 static void begin_rows(const ps_attrs_muon_ *a, const ps_view *in, float *u, double *by_row, int64_t first, int64_t n)
 {
     int64_t rows = in->shape[0], cols = in->shape[1];
@@ -216,7 +217,7 @@ static void begin(matrices *m, const ps_attrs_muon_ *a, const ps_view *in, float
     for (int64_t i = 0; i < n; i++) store(m, m->x, i, u[i] * inv);
 }
 
-/* Multiplies rows [first, first + n) of the master by `keep`, and subtracts x times `rate` from them. */
+/* Multiplies rows [first, first + n) of the master by `keep`, and then subtracts `rate` times x. */
 static void end_rows(const matrices *m, const ps_view *in, float keep, float rate, int64_t first, int64_t n)
 {
     int64_t rows = in->shape[0], cols = in->shape[1];
@@ -271,15 +272,15 @@ int ps_cpu_muon(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C] with its averages. A vector has the shape [1, 1, C], and it has one average for each
+/* A tensor [batch, R, C] with its averages. A one-dimensional tensor has the shape [1, 1, C] and one average for each
  * element. */
 typedef struct factored {
     const ps_attrs_adafactor_ *a;
     const ps_view *in;
     int64_t batch, R, C;
     bool matrix;
-    double *by_row;                   /* sums of rows, [batch R] */
-    double *row_mean;                 /* for each matrix of the batch, the mean of its row averages, [batch] */
+    double *by_row;                   /* [batch * R]; sums of rows */
+    double *row_mean;                 /* [batch]; the mean of the row averages of each matrix */
 } factored;
 
 static double squared(const factored *f, int64_t i)

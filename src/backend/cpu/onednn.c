@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products by oneDNN, through the C APIs of its versions 2.x and 3.x. Only the section "two APIs" depends on the
- * version.
+ * Matrix products by oneDNN. The file supports the C APIs of oneDNN 2.x and 3.x. Only the section "two APIs" depends on
+ * the version.
  *
  * A key describes a product: its sizes, strides, types, options and number of threads. For each key, this file creates
  * a primitive and memory objects once and keeps them in a bounded table. Later calls only set pointers.
  *
- * The call's workspace serves as oneDNN's scratchpad. oneDNN's "gemm" implementations allocate more memory. In each
- * call they allocate buffers for packed matrices (some MiB per thread) from the C library's heap, and oneDNN has no
- * option to provide these buffers. The heap keeps their pages. ps_products_rehearse measures these pages for the plan.
+ * The call's workspace serves as oneDNN's scratchpad. oneDNN's "gemm" implementations allocate more memory: in each
+ * call they allocate buffers for packed matrices (some MiB per thread) from the C library's heap. oneDNN has no option
+ * to provide these buffers. The heap keeps the buffers' pages after the call. ps_products_rehearse measures these pages
+ * for the plan.
  *
- * Some operands are converted to fp32 in panels of bounded size. This happens if the machine has no fast instructions
- * for a type (bf16, fp16), or if oneDNN rejects a mixture of types. The result is rounded once.
+ * If the machine has no fast instructions for an operand's type (bf16, fp16), or if oneDNN rejects a mixture of types,
+ * the operands are converted to fp32 in panels of bounded size. The result is rounded once.
  *
- * One lock guards the table and the memory objects, so that contexts of different threads can call this file at the
+ * One lock guards the table and the memory objects, so that contexts of different threads can compute products at the
  * same time. */
 #include "backend/cpu/gemm.h"
 #include "base/alloc.h"
@@ -29,11 +30,11 @@
 #endif
 
 enum {
-    CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* size of a hash table with open addressing, and its maximum number
-                                                     * of entries; at most half of the table is used */
-    PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* sizes of the fp32 panels, which together take 20 MiB */
-    DEPTH = 512,                                    /* number of terms in each part of a sum that is computed in
-                                                     * parts */
+    CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* CACHE_SLOTS: size of a hash table with open addressing;
+                                                     * CACHE_MAX: its maximum number of entries, half of its slots */
+    PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* sizes of the fp32 panels; all panels together take 20 MiB */
+    DEPTH = 512,                                    /* if a sum is computed in parts, the number of terms in each
+                                                     * part */
     SHARED = 2048,                                  /* oneDNN splits a sum with at least this number of terms over
                                                      * threads */
     SCRATCH_MAX = 64 << 20,                         /* implementations that need more bytes of scratch memory are
@@ -97,12 +98,11 @@ static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_
 /* An iterator over oneDNN's implementations, in oneDNN's order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_matmul_desc_t op;                           /* the iterator reads it, so it must exist as long as the
-                                                      * iterator */
+    dnnl_matmul_desc_t op;                           /* must exist as long as the iterator, which reads it */
     dnnl_primitive_desc_iterator_t it;
 #endif
-    dnnl_primitive_desc_t pd;                        /* the current implementation; the walk owns it until the caller
-                                                      * takes it */
+    dnnl_primitive_desc_t pd;                        /* the current implementation; it belongs to the walk until the
+                                                      * caller takes it */
 } impl_walk;
 
 #if DNNL_VERSION_MAJOR >= 3
@@ -142,8 +142,7 @@ static void walk_end(impl_walk *w)
 #endif
 
 /* -- the table of primitives --------------------------------------------------------------------------------------- */
-typedef struct key {                                 /* without padding, because keys are compared and hashed as
-                                                      * words */
+typedef struct key {                                 /* has no padding, because keys are compared and hashed as words */
     int64_t m, n, k, batch, step_a, step_b, step_dst, ld_a, ld_b, ld_dst;
     int32_t trans_a, trans_b, type_a, type_b, type_dst, type_bias;    /* type_bias is -1 if there is no bias */
     int32_t residual, accumulate, threads, pad;
@@ -151,8 +150,8 @@ typedef struct key {                                 /* without padding, because
 
 typedef struct entry {
     key key;
-    bool supported;                                  /* if false, the product runs in panels, or the products of a batch
-                                                      * run one by one */
+    bool supported;                                  /* if false, the product is computed in panels, or the products of
+                                                      * the batch are computed one by one */
     int order;                                       /* number of entries that were created before this one */
     size_t scratch_nbytes;
     dnnl_primitive_t prim;
@@ -161,7 +160,7 @@ typedef struct entry {
 
 static entry *table[CACHE_SLOTS];
 static int table_count;
-static bool table_was_full;                          /* true if some entries were dropped */
+static bool table_was_full;                          /* true if entries were dropped because the table was full */
 
 static uint64_t key_hash(const key *k)
 {
@@ -199,7 +198,8 @@ static void descs_free(descs *d)
     desc_free(&d->bias);
 }
 
-/* Describes the operands. Their shape is [rows, cols] if the batch is 1, otherwise [batch or 1, rows, cols]. */
+/* Describes the operands. If the batch is 1, an operand has the shape [rows, cols]. Otherwise it has the shape [batch,
+ * rows, cols], or [1, rows, cols] if all products use the same matrix. */
 static dnnl_status_t descs_new(const key *k, descs *d)
 {
     memset(d, 0, sizeof *d);
@@ -236,11 +236,12 @@ static size_t scratch_of(dnnl_primitive_desc_t pd)
     return dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(pd, dnnl_query_scratchpad_md, 0));
 }
 
-/* Returns true if oneDNN may use every instruction of a set. The bits of a newer set include the bits of older sets. */
+/* Returns true if oneDNN may use all instructions of a set. In oneDNN's bit masks, a newer set includes the bits of all
+ * older sets. */
 static bool has_isa(int set) { return ((int)dnnl_get_effective_cpu_isa() & set) == set; }
 
-/* Returns true if the processor is a Sapphire Rapids or a successor. The function checks for avx512fp16, which all
- * these processors have. It does not check for AMX, because virtual machines can hide AMX. */
+/* Returns true if the processor is a Sapphire Rapids or one of its successors. The function checks for avx512fp16,
+ * which all these processors have. It does not check for AMX, because virtual machines can hide AMX. */
 static bool is_rapids(void)
 {
 #if defined(__x86_64__)
@@ -254,10 +255,10 @@ static bool is_rapids(void)
 static bool packs_all(const key *k) { return 1.0 / (double)k->m + 1.0 / (double)k->n < 0.00196; }
 
 /* Returns true if "gemm" sums a product with a transposed b in the same order for every number of threads. The order
- * depends on packing. "gemm" divides packed sums into equal blocks of at most BLOCK terms, and other sums into blocks
- * of BLOCK terms. On one thread "gemm" packs operands that several threads would read directly. It packs for every
- * number of threads only if the result is large and a stride is a multiple of EVEN. Source: nocopy_checker_avx512 in
- * gemm_driver.cpp. */
+ * depends on packing. "gemm" divides sums of packed operands into equal blocks of at most BLOCK terms, and other sums
+ * into blocks of BLOCK terms. With one thread, "gemm" packs operands that it would read directly with several threads.
+ * It packs the operands for every number of threads only if the result is large and a stride is a multiple of EVEN.
+ * Source: nocopy_checker_avx512 in gemm_driver.cpp. */
 static bool has_one_order(const key *k)
 {
     enum { BLOCK = 384, EVEN = 256 };
@@ -266,13 +267,14 @@ static bool has_one_order(const key *k)
 }
 
 /* Returns true if a "gemm" implementation is faster than the "brgemm" implementation that oneDNN prefers.
- *   On Zen 4, "gemm" is faster for these products if b is not transposed: fp32 products without a bias (up to 13 %, LM
- *   head) or with a residual (4 %), and large bf16 weight gradients with more columns than rows (5 %).
- *   On Sapphire Rapids and its successor, "gemm" is faster for these fp32 products: wide results with a transposed b (5
- *   to 14 %), and sums of at least 512 terms, even with a bias (7 %; twice the speed for GPT-2's [1024, 768] x [768,
- *   3072]). There are two exceptions. The first is a transposed b of LONG terms that "gemm" reads directly (6 % slower
- *   at [1024, 3072] x [768, 3072]^T). The second is NARROW weight gradients with MANY elements and SHORT sums (2 to 8 %
- *   slower in panels of the LM head).
+ *   On Zen 4, "gemm" is faster for three kinds of products if b is not transposed: fp32 products without a bias (up to
+ *   13 %, LM head), fp32 products with a residual (4 %), and large bf16 weight gradients with more columns than rows (5
+ *   %).
+ *   On Sapphire Rapids and its successors, "gemm" is faster for two kinds of fp32 products: products with a wide result
+ *   and a transposed b (5 to 14 %), and products whose sums have at least 512 terms, even with a bias (7 %; twice the
+ *   speed for GPT-2's [1024, 768] x [768, 3072]). "gemm" is slower in two exceptions. The first is a transposed b of
+ *   LONG terms that "gemm" reads directly (6 % slower at [1024, 3072] x [768, 3072]^T). The second is NARROW weight
+ *   gradients with MANY elements and SHORT sums (2 to 8 % slower in panels of the LM head).
  *   For small results of long sums, the function keeps oneDNN's choice. Both implementations split such sums over
  *   threads, and "gemm" splits more of them. */
 static bool prefers_gemm(const key *k)
@@ -301,7 +303,7 @@ static bool shares_sums(const key *k)
 }
 
 /* Returns true if the machine has multiply instructions for this type. On AVX-512 machines without bf16 instructions,
- * oneDNN emulates bf16, which runs at a third of the speed of fp32 panels. */
+ * oneDNN emulates bf16. The emulation has a third of the speed of fp32 panels. */
 static bool has_instructions(int dtype)
 {
 #if defined(__x86_64__)
@@ -316,26 +318,26 @@ static bool has_instructions(int dtype)
 
 /* Returns true if fp32 panels are faster than bf16 instructions. On Sapphire Rapids, bf16 products are fast only with
  * AMX. The AVX-512 bf16 instruction reaches 0.6 of the fp32 rate (2048^3 on one thread: bf16 83 GFLOP/s, fp32 143
- * GFLOP/s, panels 135 GFLOP/s). For products smaller than the sizes in this function, the conversion costs more than it
- * saves. */
+ * GFLOP/s, panels 135 GFLOP/s). If a product is smaller than the sizes in this function, the conversion takes more time
+ * than it saves. */
 static bool prefers_panels(const key *k)
 {
     bool slow = k->type_a == PS_BF16 && is_rapids() && !has_isa(dnnl_cpu_isa_avx512_core_amx);
     return slow && k->m >= 64 && k->n >= 128 && k->k >= 128;
 }
 
-/* Returns true if a product of bf16 or fp16 values must use panels, because oneDNN would split its sums over threads.
- * For large products oneDNN splits rows and columns instead of sums. The function returns false for bf16 products with
- * AMX, which run three to four times as fast as panels. With AMX, the size of oneDNN's blocks of terms depends on the
- * number of threads in any case. */
+/* Returns true if a product of bf16 or fp16 values must use panels, because oneDNN would split the product's sums over
+ * threads. For large products oneDNN splits the rows and columns of the result instead of the sums. The function
+ * returns false for bf16 products with AMX, which are three to four times as fast as panels. With AMX, the size of
+ * oneDNN's blocks of terms depends on the number of threads even if no sum is split. */
 static bool half_shares(const key *k)
 {
     if (k->type_a == PS_BF16 && has_isa(dnnl_cpu_isa_avx512_core_amx)) return false;
     return k->type_a != PS_F32 && k->m * k->n <= 1 << 18 && shares_sums(k);
 }
 
-/* Moves the walk to the implementation that will be used. Returns false if oneDNN has only its reference loops for the
- * product. */
+/* Moves the walk to the implementation to use. Returns false if all of oneDNN's implementations for the product are
+ * reference loops or need too much scratch memory. */
 static bool choose(impl_walk *w, const key *k, descs *d, dnnl_primitive_attr_t attr, dnnl_status_t *st)
 {
     const shape_desc *bias = k->type_bias >= 0 ? &d->bias : NULL;
@@ -387,7 +389,8 @@ static dnnl_status_t entry_fill(entry *e)
     return st == dnnl_unimplemented || st == dnnl_invalid_arguments ? dnnl_success : st;
 }
 
-/* Finds the entry of a key, or creates it. The entry is valid until the next call. The caller holds the lock. */
+/* Finds or creates the entry of a key. The entry is valid until the next call of this function. The caller holds the
+ * lock. */
 static int entry_get(const key *k, entry **out)
 {
     uint64_t slot = key_hash(k) % CACHE_SLOTS;
@@ -424,11 +427,12 @@ static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
     return *p ? 0 : PS_ENOMEM;                       /* scratch() has recorded the error */
 }
 
-/* Returns true if the matrix has several columns, and its columns have a stride other than 1. */
+/* Returns true if the matrix has several columns, and adjacent elements of a row are not adjacent in memory. */
 static int is_transposed(const ps_mat *m) { return m->cols > 1 && m->stride_col != 1; }
 
-/* Returns the leading dimension of a matrix. `transposed` says which of its strides is 1. If a dimension of size 1
- * leaves the leading dimension undetermined, returns the leading dimension of a dense matrix. */
+/* Returns the leading dimension of a matrix. stride_row is 1 if `transposed` is set, otherwise stride_col is 1. If the
+ * other dimension has size 1, its stride has no meaning, and the function returns the leading dimension of a dense
+ * matrix. */
 static int64_t leading(const ps_mat *m, int transposed)
 {
     int64_t outer = transposed ? m->cols : m->rows, inner = transposed ? m->rows : m->cols;
@@ -451,14 +455,15 @@ static void key_of(const ps_gemm *g, key *k)
     k->threads = omp_get_max_threads();
 }
 
-/* Returns the number of terms that a product sums at a time: all terms, DEPTH or SHARED / 2. The number does not depend
- * on the number of threads, so the bits of the product do not depend on it either. The function chooses parts of a sum
- * in two cases.
+/* Returns the number of terms in each part of the product's sums: all terms, DEPTH or SHARED / 2. The result does not
+ * depend on the number of threads. Hence the bits of the product do not depend on the number of threads either. Sums
+ * are divided into several parts in two cases.
  * In the first case, `a` is tall and transposed, and its columns are at least a page apart. If the result is narrow,
- * oneDNN reads these columns directly, and a long sum does not fit the caches. Parts make fp32 weight gradients of 1024
- * x 256 over 2048 rows 1.4 times as fast.
- * In the second case, oneDNN would split the sums over threads. On two threads, parts take 0.85 to 0.98 of the time for
- * results of at least 128 x 128, and up to 1.9 of the time for results of 1,000 elements. */
+ * oneDNN reads these columns directly, and a long sum does not fit the caches. With parts, fp32 weight gradients of
+ * 1024 x 256 over 2048 rows are computed 1.4 times as fast.
+ * In the second case, oneDNN would split the sums over threads. On two threads, a product in parts takes 0.85 to 0.98
+ * times as long as a product without parts if the result is at least 128 x 128, and up to 1.9 times as long if the
+ * result has 1,000 elements. */
 static int64_t depth_of(const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -524,7 +529,7 @@ static const void *at(const void *p, int64_t i, int dtype) { return (const char 
 static void *moved(const ps_mat *m, int64_t elements) { return (void *)(uintptr_t)at(m->data, elements, m->dtype); }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Like run_direct, but sums only depth_of terms at a time. */
+/* Like run_direct(), but each part of a sum has only depth_of() terms. */
 static int run_deep(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t K = g->a.cols, depth = depth_of(g);
@@ -592,8 +597,9 @@ void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype)
     }
 }
 
-/* Writes c + bias + residual to the block of dst at (i0, j0). If `accumulate` is set, adds the old dst. c is fp32
- * [rows, cols] with the leading dimension ldc. If c is NULL, its elements count as zeros. */
+/* Writes c + bias + residual to the block of dst that begins at (i0, j0). If `accumulate` is set, also adds the old
+ * values of dst. c is fp32 [rows, cols] with the leading dimension ldc. If c is NULL, it counts as a matrix of
+ * zeros. */
 static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
 #pragma omp parallel for schedule(static) if (rows * cols > PS_PAR_MIN)
@@ -614,8 +620,8 @@ static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, in
     }
 }
 
-/* Returns the block of m at (i0, j0) as fp32. If m is fp32, the result points to m's own memory. Otherwise it is a
- * dense copy in `panel`, with the same orientation as m. */
+/* Returns the block of m that begins at (i0, j0), in fp32. If m is fp32, the result points to m's own memory. Otherwise
+ * the result is a dense copy in `panel`, and is transposed if m is transposed. */
 static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, int64_t cols, float *panel, int fresh)
 {
     const char *p = at(m->data, i0 * m->stride_row + j0 * m->stride_col, m->dtype);
@@ -630,7 +636,7 @@ static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, in
     return (ps_mat){ panel, PS_F32, rows, cols, t ? 1 : inner, t ? inner : 1 };
 }
 
-/* Computes one product in fp32 panels. Each sum over all K terms is kept in fp32 and rounded once. */
+/* Computes one product in fp32 panels. The sum over all K terms is computed in fp32 and rounded once at the end. */
 static int run_panels(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -640,7 +646,7 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
     PS_TRY(grow(space, &space->panels, &space->panels_nbytes, (size_t)(na + nbp + mb * nb) * 4));
     float *pa = space->panels, *pb = pa + na, *pc = pb + nbp;
     bool dry = space->call->dry;
-    int64_t held_m = -1, held_k = -1;                /* position of the block of `a` that is in pa */
+    int64_t held_m = -1, held_k = -1;                /* row and column of `a` at which the block in pa begins */
     for (int64_t n0 = 0; n0 < N; n0 += nb)
         for (int64_t m0 = 0; m0 < M; m0 += mb) {
             int64_t rows = least(mb, M - m0), cols = least(nb, N - n0);
@@ -691,8 +697,8 @@ static ps_gemm one_column(const ps_gemm *g)
     return t;
 }
 
-/* Computes a product for which has_few_rows returns true. A copy of x, the partial sums and the sums are in workspace.
- * `finish` writes the sums to dst. */
+/* Computes a product for which has_few_rows() returns true. The workspace contains a copy of x, the partial sums and
+ * the sums. finish() writes the sums to dst. */
 static int run_few_rows(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -769,12 +775,14 @@ static size_t nbytes_of(dnnl_memory_t m)
     return m && dnnl_memory_get_memory_desc(m, &md) == dnnl_success ? dnnl_memory_desc_get_size(md) : 0;
 }
 
-enum { REHEARSED_NBYTES = 128 << 20 };       /* memory limit for each product; several plans can run at the same time */
+enum { REHEARSED_NBYTES = 128 << 20 };       /* the largest size in bytes of a rehearsed product; it is small, because
+                                              * several plans can run at the same time */
 
 static size_t written_by(const entry *e) { return (nbytes_of(e->dst) + 4095) / 4096 * 4096 + e->scratch_nbytes; }
 
-/* Runs the product once, so that the heap allocates its buffers. The inputs are pages that were never written. The
- * system maps all of them to one page of zeros. At the end, the function unmaps the memory of the results. */
+/* Runs the product once, so that the heap allocates the product's buffers. The inputs are pages that were never
+ * written, all of which the system maps to one page of zeros. At the end, the function unmaps the memory of the
+ * result. */
 static int rehearse(entry *e)
 {
     size_t sizes[] = { nbytes_of(e->a), nbytes_of(e->b), nbytes_of(e->bias), nbytes_of(e->residual) }, zeros = 4096;
@@ -835,7 +843,7 @@ static void shut(void)
     engine = NULL;
 }
 
-/* Creates the engine. For each type, asks the engine for a product of typical size. */
+/* Creates the engine. For each type, tests whether the engine supports a product of typical size. */
 static int start(void)
 {
     dnnl_status_t st = dnnl_engine_create(&engine, dnnl_cpu, 0);

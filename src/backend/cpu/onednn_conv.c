@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Convolution, transposed convolution and the gradient of the weight by oneDNN, in fp32, through the C APIs of its
- * versions 2.x and 3.x. Only the section "two APIs" depends on the version.
+ * Convolution, transposed convolution and the gradient of their weight by oneDNN, in fp32. The file supports the C APIs
+ * of oneDNN 2.x and 3.x. Only the section "two APIs" depends on the version.
  *
- * The bits of a result do not depend on the number of threads, because each primitive runs on one thread and only the
- * shape determines how the samples are divided into tasks. A task copies its samples into oneDNN's layout, computes,
- * and copies the result back. The memory of a task fits into the cache of a core. The weight is copied into oneDNN's
- * layout once per call. For the weight's gradient, each task has its own sum, and the sums of the tasks are added in
- * the order of the samples. bf16 and fp16 values are converted to fp32, and results are rounded once.
+ * The bits of a result do not depend on the number of threads. The reason is that each primitive runs on one thread,
+ * and that the division of the samples into tasks depends only on the shape. A task copies its samples into oneDNN's
+ * layout, runs the primitive, and copies the result back. The memory of a task fits into the cache of a core. The
+ * weight is copied into oneDNN's layout once per call. For the weight's gradient, each task has its own sum, and the
+ * sums of the tasks are added in the order of the samples. bf16 and fp16 values are converted to fp32, and results are
+ * rounded once.
  *
  * Primitives are created once per shape and kept in a bounded table. All buffers are in the call's workspace. One lock
  * guards the table and its memory objects. Each call holds the lock until it returns. */
@@ -20,12 +21,12 @@
 #include <string.h>
 
 enum {
-    SHAPES_MAX = 256,                                /* maximum number of entries of the table, which is emptied when it
-                                                      * is full */
+    SHAPES_MAX = 256,                                /* maximum number of entries of the table; if the table is full,
+                                                      * all entries are freed */
     TASK_FLOPS = 1 << 25,                            /* number of operations per task, if there are enough samples */
     TASKS_MIN = 4,                                   /* minimum number of tasks, even if this makes the tasks small */
-    SUMS_MAX = 16,                                   /* maximum number of tasks for the gradient of a weight; each task
-                                                      * has its own sum */
+    SUMS_MAX = 16,                                   /* maximum number of tasks if they compute the gradient of a
+                                                      * weight, because each of these tasks has its own sum */
     SUMS_NBYTES = 64 << 20,                          /* maximum total size in bytes of the sums of all tasks */
     SCRATCH_MAX = 64 << 20                           /* implementations that need more bytes of scratch memory are
                                                       * skipped */
@@ -71,7 +72,7 @@ static int fail_dnnl(dnnl_status_t status, const char *what)
     return ps_fail(PS_EBACKEND, "oneDNN: %s failed with status %d", what, (int)status);
 }
 
-typedef struct key {                                 /* without padding, because keys are compared as bytes */
+typedef struct key {                                 /* has no padding, because keys are compared as bytes */
     int64_t n;                                       /* number of samples in a task */
     ps_conv_shape s;                                 /* the shape, with s.n set to 0 */
     int64_t kind, bias;
@@ -82,8 +83,7 @@ typedef struct sizes { dnnl_dims_t stride, dilation, before, after; } sizes;
 /* An iterator over oneDNN's implementations of a convolution, in oneDNN's order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_convolution_desc_t op;                      /* the iterator reads it, so it must exist as long as the
-                                                      * iterator */
+    dnnl_convolution_desc_t op;                      /* must exist as long as the iterator, which reads it */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the current implementation */
@@ -149,8 +149,8 @@ typedef struct slot { dnnl_memory_t plain[ROLES], laid[ROLES], bias, scratch; } 
 typedef struct entry {
     key key;
     bool supported;                                  /* false if oneDNN has only its plain loops for this shape */
-    desc plain[ROLES], laid[ROLES], scratch, bias;   /* plain: row-major layouts; laid: the layouts that the primitive
-                                                      * needs */
+    desc plain[ROLES], laid[ROLES], scratch, bias;   /* plain: row-major layouts; laid: the layouts in which the
+                                                      * primitive reads and writes its operands */
     bool same[ROLES];
     dnnl_primitive_t prim, to_laid[ROLES], to_plain[ROLES];
     size_t laid_nbytes[ROLES], scratch_nbytes;
@@ -189,8 +189,8 @@ static void table_clear(void)
     table_count = 0;
 }
 
-/* Describes the operands. `tags` has the layout of x and y, the layout of w without groups, and the layout of w with
- * groups. */
+/* Describes the operands. tags[0] is the layout of x and y. tags[1] is the layout of w if there is one group. tags[2]
+ * is the layout of w if there are several groups. */
 static dnnl_status_t descs_new(const key *k, desc d[ROLES], const dnnl_format_tag_t tags[3])
 {
     const ps_conv_shape *s = &k->s;
@@ -214,8 +214,8 @@ static dnnl_status_t reorder_new(dnnl_primitive_t *out, const desc *from, const 
     return st;
 }
 
-/* Gets the layouts that the chosen implementation needs for its operands. Creates the copies between these layouts and
- * row-major memory. */
+/* Stores the layouts in which the chosen implementation needs its operands. Creates primitives that copy between these
+ * layouts and row-major memory. */
 static dnnl_status_t take_layouts(entry *e, dnnl_primitive_desc_t pd)
 {
     static const dnnl_query_t queries[3][ROLES] = {
@@ -271,8 +271,8 @@ static dnnl_status_t entry_fill(entry *e)
     memset(any, 0, sizeof any);
     for (int i = 0; i < 2; i++) {
         z.stride[i] = s->stride[i], z.dilation[i] = s->dilation[i] - 1, z.before[i] = s->before[i];
-        /* The size of the padding after the input, so that the last output has all its inputs. It is negative if the
-         * last elements of the input are unused. */
+        /* The size of the padding after the input. It is just large enough to compute the last output element. It is
+         * negative if the last elements of the input are unused. */
         z.after[i] = (s->out[i] - 1) * s->stride[i] + (s->k[i] - 1) * s->dilation[i] + 1 - s->in[i] - s->before[i];
     }
     dnnl_dims_t channels = { s->o };
@@ -309,8 +309,8 @@ static dnnl_status_t slots_grow(entry *e, int n)
     return dnnl_success;
 }
 
-/* Finds the entry of a key, or creates it. The entry has memory objects for `threads` threads. Each primitive runs on
- * one thread. */
+/* Finds or creates the entry of a key. The entry has memory objects for `threads` threads. Each primitive runs on one
+ * thread. */
 static int entry_get(const key *k, int threads, entry **out)
 {
     entry *e = NULL;
@@ -349,11 +349,11 @@ typedef struct work {
     operand of[ROLES], bias;                         /* bias.data is NULL if there is no bias */
     int64_t per_task, tasks;
     int threads;
-    entry *whole, *rest;                             /* whole: the entry for tasks of per_task samples; rest: the entry
-                                                      * for the last task */
+    entry *whole, *rest;                             /* whole: the entry for tasks with per_task samples; rest: the
+                                                      * entry for the last task, which can be smaller */
     const float *late;                               /* the bias of a transposed convolution, which oneDNN cannot add;
                                                       * otherwise NULL */
-    char *w_laid, *buffers, *sums;                   /* sums: one sum of the weight's gradient for each task */
+    char *w_laid, *buffers, *sums;                   /* sums: the sums of the weight's gradient, one per task */
     size_t thread_nbytes, sum_nbytes;
 } work;
 
@@ -368,7 +368,8 @@ static void cut_into_tasks(work *w)
     int64_t weight = s->o * (s->c / s->groups) * s->k[0] * s->k[1], places = s->out[0] * s->out[1];
     int64_t flops = most(2 * weight * places, 1), image = w->of[X].each + w->of[Y].each;
     w->per_task = (TASK_FLOPS + flops - 1) / flops;
-    w->per_task = most(w->per_task, weight / (2 * image + 1));         /* each task reads w once */
+    w->per_task = most(w->per_task, weight / (2 * image + 1));         /* each task reads w once, so a task has more
+                                                                        * samples if w is large */
     w->per_task = most(1, least(w->per_task, (s->n + TASKS_MIN - 1) / TASKS_MIN));
     if (w->kind == BACK_WEIGHT) {
         int64_t sums = least(SUMS_MAX, most(1, SUMS_NBYTES / (4 * weight + 1)));
@@ -422,7 +423,7 @@ static void set(dnnl_memory_t m, const void *p, dnnl_status_t *st)
     if (*st == dnnl_success) *st = dnnl_memory_set_data_handle(m, (void *)(uintptr_t)p);
 }
 
-/* Converts the weight to oneDNN's layout. This happens once per call. */
+/* Converts the weight to oneDNN's layout. A call does this once, for all tasks. */
 static int lay_weight(work *w, float *plain)
 {
     entry *e = w->whole;
@@ -448,8 +449,8 @@ static const void *sample(const operand *o, int64_t i)
     return (const char *)o->data + i * o->each * ps_dtype_bytes(o->dtype);
 }
 
-/* Copies operand x or y into oneDNN's layout. If the operand is the result, only reserves memory for it. *p points to
- * the next free byte of the thread's buffer. */
+/* Copies operand r (x or y) into oneDNN's layout. If the operand is the result, only reserves memory for it. *p points
+ * to the next free byte of the thread's buffer. */
 static void stage(const work *w, entry *e, slot *s, role r, int64_t task, char **p, bool is_result, dnnl_status_t *st)
 {
     const operand *o = &w->of[r];
@@ -478,8 +479,9 @@ static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl
     if (!e->same[r]) copied(e->to_plain[r], s->laid[r], s->plain[r], st);
     if (*st == dnnl_success) *st = dnnl_memory_get_data_handle(s->plain[r], &plain);
     if (*st != dnnl_success) return;
-    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* places: number of positions in one channel
-                                                                          * of the result of a transposed convolution */
+    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* places: in a transposed convolution, the
+                                                                          * number of positions in one channel of the
+                                                                          * result */
     for (int64_t i = 0; w->late && i < n * w->s.c; i++) {
         float *p = (float *)plain + i * places, more = w->late[i % w->s.c];
         for (int64_t k = 0; k < places; k++) p[k] += more;
@@ -520,7 +522,8 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
 static int do_tasks(work *w)
 {
     dnnl_status_t worst = dnnl_success;
-    /* oneDNN does not treat a team of one thread as a parallel region, and would use all threads in it. */
+    /* oneDNN does not recognize a parallel region with one thread. Without this, it would use all threads in the
+     * region. */
     int was = omp_get_max_threads();
     if (w->threads == 1) omp_set_num_threads(1);
 #pragma omp parallel for schedule(static) num_threads(w->threads) if (w->threads > 1)
@@ -630,7 +633,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     PS_TRY(prepare(w));
     entry *e = w->whole;
     if (!e->supported || !w->rest->supported) return PS_EUNSUP;
-    /* The sums of the tasks can be added only if both entries store them in the same layout. */
+    /* The sums of the tasks can be added only if both entries have the same layout of the weight's gradient. */
     if (!dnnl_memory_desc_equal(ref_of(&e->laid[W]), ref_of(&w->rest->laid[W]))) return PS_EUNSUP;
     w->thread_nbytes = most((int64_t)of_thread(w, e), (int64_t)of_thread(w, w->rest));
     w->sum_nbytes = rounded(e->laid_nbytes[W]) + (w->bias.data ? rounded((size_t)w->s.o * 4) : 0);
@@ -639,8 +642,8 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     float *plain = asked(w, (size_t)dw->numel * 4);
     if (!w->buffers || !w->sums || !plain) return PS_ENOMEM;
     if (w->call->dry) return 0;
-    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* add_sums also adds the padding between the sums, so it
-                                                               * must be initialized */
+    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* initializes the padding between the sums, because
+                                                               * add_sums also adds the padding */
     PS_TRY(do_tasks(w));
     add_sums(w);
     const float *result = (const float *)w->sums;

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops over packed weights on the cpu. With few rows of x, simd/packed.c multiplies the packed blocks directly, in
- * fp32. With many rows, the matrix is unpacked in tiles, which are multiplied like other matrices. A tile has the type
- * of x if oneDNN multiplies that type itself, otherwise fp32. The division into tiles depends only on the shapes. */
+ * The ops over packed weights on the cpu. If x has few rows, simd/packed.c multiplies the packed blocks directly, in
+ * fp32. If x has many rows, the matrix is unpacked in tiles, which are multiplied like other matrices. If oneDNN can
+ * multiply the type of x without a conversion, a tile has this type. Otherwise a tile is fp32. The division into tiles
+ * depends only on the shapes. */
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/packed.h"
 #include "base/blocks.h"
 #include "base/error.h"
 
-enum { TILE = 1 << 20 };                                 /* number of values in a tile, which takes 4 MiB in fp32 */
+enum { TILE = 1 << 20 };                                 /* number of values in a tile; an fp32 tile takes 4 MiB */
 
 static bool is_float(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -47,8 +48,8 @@ typedef struct product {
     ps_packed_matrix w;
     const ps_view *x, *bias, *residual, *y;             /* bias and residual are NULL if absent */
     int64_t M;
-    int64_t lines;                                      /* number of rows in a tile in forward, or number of columns in
-                                                         * backward */
+    int64_t lines;                                      /* in forward, the number of rows in a tile; in backward, the
+                                                         * number of columns in a tile */
     int type;                                           /* type of the values in a tile */
     void *tile;
 } product;
@@ -100,8 +101,8 @@ static void unpack_tile(const product *p, int64_t first, int64_t n, int64_t from
 
 static void *moved(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
 
-/* Computes y [M, rows] = x [M, cols] w^T + bias + residual. Each tile contains some complete rows of w, and yields the
- * same number of columns of y. */
+/* Computes y [M, rows] = x [M, cols] w^T + bias + residual. A tile consists of complete rows of w. Each of these rows
+ * yields one column of y. */
 static int forward(product *p)
 {
     int64_t K = p->w.cols, N = p->w.rows;
@@ -119,7 +120,7 @@ static int forward(product *p)
     return 0;
 }
 
-/* Computes y [M, cols] = x [M, rows] w. Each tile contains some complete columns of w, so that no sum is divided. */
+/* Computes y [M, cols] = x [M, rows] w. A tile consists of complete columns of w, so that no sum is divided. */
 static int backward(product *p)
 {
     int64_t K = p->w.cols, N = p->w.rows, M = p->M;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Products with packed weights, for the ops in packed.c. simd/packed.c computes the products and is compiled once per
- * instruction set. packed.c calls it through pointers that cpu.c sets. A row of packed numbers consists of blocks
- * (base/blocks.h). */
+ * instruction set. cpu/packed.c calls its functions through pointers that cpu.c sets. A row of packed numbers consists
+ * of blocks (base/blocks.h). */
 #ifndef PS_CPU_PACKED_H
 #define PS_CPU_PACKED_H
 #include "backend/cpu/cpu.h"
@@ -12,7 +12,7 @@ typedef struct ps_int8_part {
     int8_t q[PS_INT8_PART];
     int32_t sums[PS_INT8_PART / 4];       /* each element is the sum of 4 adjacent elements of q */
     float d;
-    float padding[7];                     /* places q and sums at multiples of 32 bytes in an array of parts */
+    float padding[7];                     /* aligns q and sums to 32 bytes in an array of parts */
 } ps_int8_part;
 typedef struct ps_packed_matrix {
     const uint8_t *data;
@@ -21,18 +21,18 @@ typedef struct ps_packed_matrix {
     const float *scales;                  /* scales of the blocks of a PS_NF4_DOUBLE weight; NULL for other types */
 } ps_packed_matrix;
 
-/* Computes c [M, rows] = x [M, cols] w^T. x and c are dense fp32 matrices, and M is at most PS_PACKED_ROWS. The sums of
- * a row depend neither on the number of threads nor on other rows. */
+/* Computes c [M, rows] = x [M, cols] w^T. x and c are dense fp32 matrices, and M is at most PS_PACKED_ROWS. The results
+ * for a row of x depend neither on the number of threads nor on the other rows of x. */
 typedef void (*ps_cpu_packed_dots_fn)(const ps_packed_matrix *w, const float *x, int64_t M, float *c);
 /* Unpacks the values of n blocks to fp32, bf16 or fp16. The values are rounded to nearest even. `scales` contains the
- * scales of the whole weight, or is NULL. `number` is the index of the first block within the weight. It selects the
- * scales. */
+ * scales of the whole weight, or is NULL. `number` is the index of the first block within the weight. The function
+ * finds the scales of the blocks by this index. */
 typedef void (*ps_cpu_unpack_fn)(int type, const uint8_t *blocks, int64_t n, const float *scales, int64_t number,
                                  void *out, int dtype);
-/* Computes the same product from rounded values of x, which are in parts [M, cols / PS_INT8_PART]. ps_blocks_int8 must
- * accept the type of the weight. */
+/* Like ps_cpu_packed_dots_fn, but x [M, cols / PS_INT8_PART] consists of parts with rounded values. ps_blocks_int8()
+ * must return true for the type of the weight. */
 typedef void (*ps_cpu_int8_dots_fn)(const ps_packed_matrix *w, const ps_int8_part *x, int64_t M, float *c);
-/* Rounds the fp32 values x to 8 bits and stores them in `parts` parts. */
+/* Rounds the fp32 values x to 8 bits and stores them in out [parts]. */
 typedef void (*ps_cpu_round_int8_fn)(const float *x, int64_t parts, ps_int8_part *out);
 extern ps_cpu_packed_dots_fn ps_cpu_packed_dots;
 extern ps_cpu_int8_dots_fn ps_cpu_int8_dots;

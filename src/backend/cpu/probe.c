@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Measures for benchmarks how many bytes per second the compute threads read from and write to memory. Like an
- * optimizer, a pass reads and writes several streams of fp32 in parallel. Unlike an optimizer, it does almost no
- * arithmetic. Vectors have the machine's largest size. Memory is allocated like the memory of tensors, with huge pages
- * if the system grants them. */
+ * A benchmark of memory bandwidth: how many bytes per second the compute threads read and write. Like an optimizer, a
+ * pass reads and writes several streams of fp32 in parallel. Unlike an optimizer, a pass does almost no arithmetic.
+ * Vectors have the machine's largest size. Memory is allocated like the memory of tensors, with huge pages if the
+ * system grants them. */
 #include <omp.h>
 #include <stdbool.h>
 #include <string.h>
@@ -14,11 +14,11 @@ enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* a step processes 64 
 struct streams { int reads, writes; float *in[STREAMS], *out[STREAMS]; };
 typedef void (*walk_fn)(const struct streams *s, int64_t first, int64_t last);
 
-/* Copies streams. Each written value is a value of one read stream plus a fraction of the sum over all read streams. To
- * compute this, the loop reads each value twice, the second time from the cache. Hence only the sum needs a register,
- * for any number of streams. If no stream is written, the sum is stored at the end, so that the compiler cannot remove
- * the reads. The numbers of streams that benchmarks request are compile-time constants. Vectors have the machine's own
- * width, because GCC moves wider vectors through memory. */
+/* Copies streams. Each written value is a value of one read stream plus a fraction of the sum over all read streams.
+ * The loop reads each value twice: once for the sum, and then from the cache. Hence only the sum needs a register, for
+ * any number of streams. If no stream is written, the sum is stored at the end, so that the compiler cannot remove the
+ * reads. The numbers of streams are compile-time constants for all numbers that the benchmarks use. Vectors have the
+ * machine's own width, because GCC moves wider vectors through memory. */
 #define WALK(name, target, nbytes) \
     typedef float vf_##name __attribute__((vector_size(nbytes))); \
     static inline __attribute__((always_inline, target)) void counted_##name( \
@@ -102,14 +102,15 @@ int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int 
     void *memory;
     PS_TRY(ps_host_region_new(NULL, size, &memory));
     struct streams s = { .reads = reads, .writes = writes };
-    for (int k = 0; k < count; k++) {                        /* gives each stream a different offset within a page */
+    for (int k = 0; k < count; k++) {                        /* each stream begins at a different offset within a
+                                                              * page */
         float *p = (float *)((char *)memory + (size_t)k * (stream + pad) / 64 * 64);
         if (k < reads) s.in[k] = p;
         else s.out[k - reads] = p;
     }
     if (in_place) memcpy(s.out, s.in, sizeof s.out);
-    memset(memory, 0x3d, size);                              /* the value is about 0.046; processors can skip the
-                                                              * writing of zeros */
+    memset(memory, 0x3d, size);                              /* each float is about 0.046; it is not 0, because a
+                                                              * processor can skip writes of zeros */
     double seconds[PASSES];
     walk_fn fn = walk_of(vector_nbytes);
     pass(&s, numel, fn);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op sample on the cpu. It returns the same tokens as ref. It is faster, because it sorts only the candidates that
- * the options allow, sorts them by the digits of their keys, and computes each weight once. */
+ * The op sample on the cpu. It returns the same tokens as ref. It is faster than ref for three reasons: it sorts only
+ * the candidates that the options allow, it uses a radix sort, and it computes each weight once. */
 #include <inttypes.h>
 #include <math.h>
 #include <omp.h>
@@ -12,8 +12,7 @@
 
 typedef struct candidate { uint32_t key; int32_t token; } candidate;
 
-enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* DIGIT is the number of bits of the key that one sorting pass
-                                                       * uses */
+enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* DIGIT: number of bits of the key by which one pass sorts */
 
 /* Returns a key that decreases as the logit increases. A stable sort by increasing key puts the largest logit first.
  * Tokens with equal logits keep their order. */
@@ -62,8 +61,8 @@ static void sort(candidate *c, candidate *other, int64_t n)
     if (from != c) memcpy(c, from, (size_t)n * sizeof *c);
 }
 
-/* Fills c with candidates of a row, in token order. The candidates include at least the `most` largest logits of the
- * row. Returns the number of candidates. */
+/* Fills c with candidates of a row, in token order. The candidates include the tokens with the `most` largest logits,
+ * and can include more tokens. Returns the number of candidates. */
 static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most, candidate *c)
 {
     int64_t count[DIGITS] = { 0 }, sum = 0, n = 0;
@@ -80,7 +79,7 @@ static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most,
     return n;
 }
 
-/* Draws a token, as pick in ref/random.c does. c [n] is sorted. w [n] is scratch memory. */
+/* Draws a token like pick() in ref/random.c. c [n] is sorted. w [n] is scratch memory. */
 static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0, top = logit_of(c[0].key);
@@ -97,8 +96,8 @@ static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sam
     return c[j].token;
 }
 
-/* For each row, writes the token with the largest logit to index. Returns an error if a logit is NaN or a row has no
- * finite largest logit. */
+/* For each row, writes the token with the largest logit to `index`. Returns an error if a logit is NaN or the largest
+ * logit is infinite. */
 static int largest(const ps_view *x, int64_t rows, int64_t V, int64_t *index)
 {
     for (int64_t r = 0; r < rows; r++) {

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Vectors of sixteen float lanes on every machine, as a GCC vector type. Such a vector is one register with AVX-512,
- * two registers with AVX2, and four with SSE. Every kernel is compiled once per instruction set (PS_ISA) from the same
- * source. All sets compute the same bits, because they use the same lanes, the same order of sums and explicit fused
- * multiply-adds. No kernel may rely on contraction, because the build sets -ffp-contract=off. The last elements of a
- * row are loaded with padding and computed in the same order.
+ * Vectors of sixteen float lanes on every machine, as a GCC vector type. Such a vector takes one register with AVX-512,
+ * two registers with AVX2, and four registers with SSE. Every kernel is compiled once per instruction set (PS_ISA) from
+ * the same source. All sets compute the same bits, because they use the same lanes, the same order of sums and explicit
+ * fused multiply-adds. No kernel may rely on contraction, because the build sets -ffp-contract=off. If a row does not
+ * end with a whole vector, its last elements are loaded with padding and computed in the same order.
  *
  * GCC generates slow code for vectors that are wider than a register. It keeps them in memory and often computes lane
- * by lane. A file that never combines different lanes can define PS_ANY_LANES before it includes this header. Vectors
- * then have eight lanes on AVX2 and four lanes on lower sets, and the file must use VL instead of 16. */
+ * by lane. A file that never combines different lanes can define PS_ANY_LANES before it includes this header. In such a
+ * file, vectors have eight lanes with AVX2 and four lanes with lower sets, and the file must use VL instead of 16. */
 #ifndef PS_CPU_SIMD_H
 #define PS_CPU_SIMD_H
 #include <math.h>
@@ -35,8 +35,8 @@ enum { VL = PS_LANES };
 typedef float vf __attribute__((vector_size(PS_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(PS_LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(PS_LANES * 4)));
-typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* vector of 64-bit lanes; it has half the number of
-                                                                    * lanes of other vectors */
+typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* vector of 64-bit lanes, half as many as the lanes
+                                                                    * of a vf */
 typedef uint16_t vh __attribute__((vector_size(PS_LANES * 2)));
 typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 
@@ -61,10 +61,10 @@ SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
 #if defined(__SSE2__) && !defined(__FMA__)
-/* Computes a * b + c in fp64. The result is rounded in such a way that rounding it again to fp32 gives the same value
- * as rounding the exact sum to fp32 directly. The product of two floats is exact in fp64. If the sum is inexact, it is
- * rounded to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding
- * to odd", 2008). Knuth's TwoSum computes the error of the sum. */
+/* Computes a * b + c in fp64. If the result is rounded again to fp32, the value is the same as that of the exact sum
+ * rounded to fp32 directly. The product of two floats is exact in fp64. If the sum is inexact, it is rounded to odd
+ * (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+ * Knuth's TwoSum computes the error of the sum. */
 SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
 {
     const __m128i one = _mm_set1_epi64x(1);
@@ -72,7 +72,7 @@ SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
     __m128d rest = _mm_add_pd(_mm_sub_pd(p, _mm_sub_pd(s, t)), _mm_sub_pd(c, t));
     __m128i inexact = _mm_castpd_si128(_mm_and_pd(_mm_cmpneq_pd(rest, _mm_setzero_pd()), _mm_cmpord_pd(rest, rest)));
     __m128i bits = _mm_castpd_si128(s), even = _mm_andnot_si128(bits, one);
-    /* 1 if the step must go towards zero, otherwise 0 */
+    /* 1 if the step must be towards zero, otherwise 0 */
     __m128i apart = _mm_srli_epi64(_mm_xor_si128(bits, _mm_castpd_si128(rest)), 63);
     /* 1 or -1 if the sum is even, otherwise 0 */
     __m128i step = _mm_sub_epi64(even, _mm_add_epi64(apart, apart));
@@ -136,8 +136,8 @@ SIMD vf vf_select(vi mask, vf a, vf b)             /* returns a in lanes where a
 {
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
-/* Return the larger and the smaller of two values. If one of them is NaN, or if both are zeros, they return b. Hence
- * vf_max(vf_set(c), x) returns NaN if x is NaN. */
+/* vf_max returns the larger of two values, and vf_min the smaller. If one of the values is NaN, or if both are zeros,
+ * the functions return b. Hence vf_max(vf_set(c), x) returns NaN if x is NaN. */
 SIMD vf vf_max(vf a, vf b)
 {
 #if defined(__AVX512F__)
@@ -183,10 +183,11 @@ SIMD int vi_any(vi mask)                           /* true if the mask of any la
     return (w[0] | w[1] | w[2] | w[3] | w[4] | w[5] | w[6] | w[7]) != 0;
 #endif
 }
-/* one byte per lane, which is 1 if the mask is set */
+/* Returns one byte per lane. The byte is 1 if the lane's mask is set, otherwise 0. */
 SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }
 
-/* Round each lane to an integer. The three functions round to the nearest integer with ties to even, down, and up. */
+/* Round each lane to an integer. The first function rounds to the nearest integer, and ties to even. The second rounds
+ * down. The third rounds up. */
 #if defined(__AVX512F__)
 #define PS_VF_ROUND(name, mode, scalar) \
     SIMD vf name(vf a) { return (vf)_mm512_roundscale_ps((__m512)a, (mode) | _MM_FROUND_NO_EXC); }
@@ -215,8 +216,8 @@ PS_VF_ROUND(vf_floor, _MM_FROUND_TO_NEG_INF, floorf)
 PS_VF_ROUND(vf_ceil, _MM_FROUND_TO_POS_INF, ceilf)
 
 #if PS_LANES == 16
-/* Return the sum and the maximum of all lanes. They combine the upper half of the lanes with the lower half until one
- * lane is left. All reductions use this order. */
+/* vf_hsum returns the sum of all lanes, and vf_hmax the maximum. The functions combine the upper half of the lanes with
+ * the lower half, and repeat this until one lane is left. All reductions use this order. */
 SIMD float vf_hsum(vf a)
 {
     float x[VL];
@@ -348,8 +349,8 @@ SIMD void vf_store_f16(uint16_t *p, vf v)
     for (int i = 0; i < VL; i++) p[i] = ps_f32_to_f16(v[i]);
 #endif
 }
-/* Load and store VL elements of a type (PS_F32, PS_BF16 or PS_F16). There is no branch if dtype is a constant. i is an
- * index of elements, not bytes. */
+/* Load and store VL elements of a type (PS_F32, PS_BF16 or PS_F16). If dtype is a constant, the functions have no
+ * branch. i is counted in elements, not in bytes. */
 SIMD vf vf_get(const void *p, int64_t i, int dtype)
 {
     if (dtype == 0) return vf_load((const float *)p + i);
@@ -362,8 +363,8 @@ SIMD void vf_put(void *p, int64_t i, int dtype, vf v)
     else if (dtype == 1) vf_store_bf16((uint16_t *)p + i, v);
     else vf_store_f16((uint16_t *)p + i, v);
 }
-/* Load and store the first n elements, with n <= VL. A load sets the other lanes to `pad`. A store does not change
- * other memory. */
+/* Load and store the first n elements, with n <= VL. A load sets the remaining lanes to `pad`. A store writes only n
+ * elements. */
 SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
 {
     if (n == VL) return vf_get(p, i, dtype);
@@ -409,13 +410,12 @@ SIMD vf vf_exp(vf x)
 {
     vi n;
     vf p = vf_exp_parts(vf_max(vf_min(x, vf_set(88.8f)), vf_set(-104.0f)), &n);
-    vi h1 = n >> 1, h2 = n - h1;                    /* multiplies by two factors, because a single one could overflow */
+    vi h1 = n >> 1, h2 = n - h1;                    /* the product has two factors, because 2^n itself could overflow */
     vf y = p * (vf)((vu)(h1 + 127) << 23) * (vf)((vu)(h2 + 127) << 23);
     y = vf_select(x > vf_set(88.72283f), vf_set(INFINITY), y);
     return vf_select(x != x, x, y);
 }
-/* Like vf_exp, but without special cases. The caller ensures that |x| <= 87 or that x is NaN. Returns NaN if x is
- * NaN. */
+/* Like vf_exp, but without special cases. x must be NaN, or |x| must be at most 87. Returns NaN if x is NaN. */
 SIMD vf vf_exp_core(vf x)
 {
     vi n;
@@ -437,8 +437,8 @@ SIMD vf vf_tanh(vf x)
     p = vf_fma(p, z, vf_set(-0.333332866f));
     return vf_copysign(vf_select(a < vf_set(0.62f), vf_fma(p * z, a, a), big), x);
 }
-/* Computes the two parts of erf. Returns an odd polynomial that is accurate for |x| < 1. For other x, |erf(x)| is 1 -
- * *tail, where *tail is e^Q(|x|) and Q is within 2e-6 of log(erfc(|x|)). If |x| >= 4, *tail is 0. */
+/* Computes erf by two formulas. The returned value is an odd polynomial, which is accurate for |x| < 1. For larger |x|,
+ * |erf(x)| is 1 - *tail, where *tail is e^Q(|x|) and Q is within 2e-6 of log(erfc(|x|)). If |x| >= 4, *tail is 0. */
 SIMD vf vf_erf_parts(vf x, vf *tail)
 {
     vf a = vf_min(vf_set(4.0f), vf_abs(x)), z = x * x;
@@ -499,8 +499,8 @@ SIMD vf vf_log(vf x)
     y = vf_select(x < vf_zero(), vf_set(NAN), y);
     return vf_select((x != x) | (x == vf_set(INFINITY)), x, y);
 }
-/* Returns sin(x + quarters * pi / 2), which is the sine for quarters = 0 and the cosine for quarters = 1. The caller
- * ensures that |x| <= 1e5. The error of a result y is at most 2 ulp of max(|y|, 2^-20). */
+/* Returns sin(x + quarters * pi / 2). This is the sine for quarters = 0, and the cosine for quarters = 1. |x| must be
+ * at most 1e5. The error of a result y is at most 2 ulp of max(|y|, 2^-20). */
 SIMD vf vf_sin_quarters(vf x, int quarters)
 {
     vf shifted = vf_fma(x, vf_set(0.636619772f), vf_set(12582912.0f));
@@ -561,8 +561,8 @@ SIMD vu4 vu_philox(uint64_t key, vu c0, vu c1, vu c2, vu c3)
     }
     return (vu4){ { c0, c1, c2, c3 } };
 }
-/* Like vu_philox, for VL consecutive counters. The lower 64 bits of the first counter are `first`, and a carry out of
- * the lowest 32 bits is added to the next 32 bits. The upper 64 bits of all counters are `hi`. */
+/* Like vu_philox, for VL consecutive counters, one per lane. The lower 64 bits of the first counter are `first`. A
+ * carry out of the lowest 32 bits is added to the next 32 bits. The upper 64 bits of all counters are `hi`. */
 SIMD vu4 vu_philox_run(uint64_t key, uint64_t first, uint64_t hi)
 {
     vu lane = PS_LANE_NUMBERS;

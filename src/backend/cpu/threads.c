@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The number of compute threads, which is the size of the OpenMP pool that kernels and oneDNN share. A build with
- * ThreadSanitizer computes on one thread, because ThreadSanitizer does not know libgomp's barriers and would report
- * every parallel loop. */
+ * ThreadSanitizer computes on one thread. ThreadSanitizer does not know libgomp's barriers, so it would report a data
+ * race in every parallel loop. */
 #include "backend/cpu/threads.h"
 #include <omp.h>
 #include <stdbool.h>
@@ -20,9 +20,8 @@ void ps_set_threads(int n) { omp_set_num_threads(n > 0 ? n : 1); }
 #endif
 int ps_threads(void) { return omp_get_max_threads(); }
 
-/* Returns the largest number of threads that a user may set. A larger number would be useless, because the threads
- * would only share processors. It would also be a risk, because libgomp ends the process if it cannot create the
- * threads. */
+/* Returns the largest number of threads that a user may set. More threads would only share processors. They would also
+ * be a risk, because libgomp ends the process if it cannot create a thread. */
 int ps_threads_most(void)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
@@ -33,12 +32,13 @@ int ps_threads_most(void)
  * It must not be long. libgomp's default of 300,000 spins takes several milliseconds. If programs share a processor,
  * the spinning thread keeps the processor from the thread that it waits for. Steps then take many times as long as on
  * one thread.
- * It must not be much shorter than the time to wake a thread either. The parallel regions of a small model are a few
- * microseconds apart, and a virtual machine needs tens of microseconds to wake a thread. Two threads would then be as
- * slow as one thread.
- * When tokens are generated, up to 100 us of Lua run between two ops. With a wait of 150 us, a token takes 0.9 of the
- * time that it takes with a wait of 50 us. Longer waits do not help further.
- * The duration of a spin is measured, because it is a few nanoseconds on one processor and fifty on another. */
+ * It must not be much shorter than the time that it takes to wake a thread either. The parallel regions of a small
+ * model are a few microseconds apart, and a virtual machine needs tens of microseconds to wake a thread. If a thread
+ * slept between two regions, two threads would be as slow as one thread.
+ * When tokens are generated, up to 100 us of Lua run between two ops. With a wait of 150 us, a token takes 0.9 times as
+ * long as with a wait of 50 us. Waits longer than 150 us do not help further.
+ * The duration of a spin is measured, because a spin takes a few nanoseconds on some processors and fifty nanoseconds
+ * on others. */
 #define SPIN_S 150e-6
 enum { MEASURED_TURNS = 256, TRIES = 5, LEAST_TURNS = 100, MOST_TURNS = 100000 };
 
@@ -77,8 +77,8 @@ static unsigned long long first_number(const char *list)
 }
 
 /* With this setting, glibc does not keep small freed blocks for the thread that freed them. Kept blocks prevent
- * adjacent large blocks from merging into larger holes. oneDNN's buffers for a product would then not fit into any
- * hole, and the process would use more memory than it needs at any time. */
+ * adjacent free blocks from merging. oneDNN's buffers for a product would then not fit into any free block, and the
+ * process would allocate more memory than it uses at any time. */
 #define TUNABLES "GLIBC_TUNABLES"
 #define NO_CACHE "glibc.malloc.tcache_count=0"
 
@@ -112,8 +112,8 @@ void ps_threads_start(char **argv)
     bool again = false;
     if (wanted && n == 0) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', not a number of threads; it is ignored\n", wanted);
-        again = unsetenv("OMP_NUM_THREADS") == 0;               /* otherwise libgomp would print a complaint about it
-                                                                 * again */
+        again = unsetenv("OMP_NUM_THREADS") == 0;               /* if it stayed set, libgomp would print the same
+                                                                 * warning again */
     }
     if (n > (unsigned long long)ps_threads_most()) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is %s; %d threads are the most on this machine's %ld processors\n",
@@ -126,5 +126,6 @@ void ps_threads_start(char **argv)
         again = setenv("GOMP_SPINCOUNT", spins, 1) == 0 || again;
     }
     again = without_caches() || again;
-    if (again) execv("/proc/self/exe", argv);       /* if execv fails, libgomp's own settings apply */
+    if (again) execv("/proc/self/exe", argv);       /* execv returns only if it fails; libgomp keeps its own settings in
+                                                     * this case */
 }

@@ -6,10 +6,10 @@
 
 /* Sets environment variables of OpenMP and the C library. It must be a program's first call. The function makes these
  * settings:
- *   - Waiting threads sleep soon, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
- *   - OMP_NUM_THREADS is limited to ps_threads_most, and is ignored if it is not a number.
+ *   - A waiting thread sleeps after a short spin, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
+ *   - OMP_NUM_THREADS is limited to ps_threads_most(), and is removed if it is not a number.
  *   - The C library keeps no freed blocks per thread, unless GLIBC_TUNABLES contains glibc.malloc.tcache_count.
- * The libraries read these variables before the program's first code runs. If a variable changed, the function
- * therefore executes the program again in the same process (exec). */
+ * The libraries read these variables before the program's first code runs. Therefore, if the function has changed a
+ * variable, it executes the program again in the same process (exec). */
 void ps_threads_start(char **argv);
 #endif

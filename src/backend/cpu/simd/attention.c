@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention forward and backward without a buffer of T x S scores: FlashAttention (Dao et al., NeurIPS 2022). A thread
- * converts K and V of one (sample, key head) to fp32 panels. It then multiplies blocks of QUERIES queries by blocks of
- * KEYS keys. Scores are stored transposed, as [key][query]. A vector lane is a query, so softmax needs no horizontal
- * sums. Forward keeps a running maximum and a running sum for each query (the online softmax of Milakov and Gimelshein,
- * 2018). Backward computes the weights again from lse. Sums are in fp32. Their order depends only on shapes and
- * segments. It does not depend on the number of threads, the instruction set or addresses.
+ * converts K and V of one key head of one sample to fp32 panels. It then multiplies blocks of QUERIES queries by blocks
+ * of KEYS keys. Scores are stored as [key][query]. Each vector lane belongs to one query, so softmax does not add lanes
+ * of the same vector. Forward keeps a running maximum and a running sum for each query (the online softmax of Milakov
+ * and Gimelshein, 2018). Backward computes the weights again from lse. Sums are computed in fp32. The order of a sum
+ * depends only on shapes and segments, not on the number of threads, the instruction set or addresses.
  *
  * Invariants. Panels are [rows][Dp], where Dp is D rounded up to 16. A panel contains zeros in padding columns, in rows
  * of hidden keys, and in padding rows up to a multiple of 16. In a causal block, query c sees key r if c >= r + shift.
- * For the keys g to g + 7, where g is a multiple of 8, only query vectors lead(g) and higher have scores. The scores of
- * lower query vectors are neither written nor read. */
+ * Let g be a multiple of 8. For the keys g to g + 7, only the query vectors from number lead(g) on have scores. The
+ * scores of the query vectors before lead(g) are neither written nor read. */
 #include "backend/cpu/cpu.h"
 #include "backend/cpu/packed.h"
 #include "base/blocks.h"
@@ -18,69 +18,74 @@
 #include <omp.h>
 
 enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL, Q8_NBYTES = 34 };   /* Q8_NBYTES: size in bytes of a Q8_0 block */
-enum { READ = 5, WRITTEN = 3 };        /* numbers of tensors with heads that backward reads and writes; forward needs
-                                        * fewer */
-#define NO_SCORE (-3e38f)             /* the maximum score if there are no keys; finite, so that differences are never
-                                       * NaN */
+enum { READ = 5, WRITTEN = 3 };        /* numbers of tensors with heads that backward reads and that it writes; in
+                                        * forward, both numbers are smaller */
+#define NO_SCORE (-3e38f)             /* the maximum of the scores of no keys; finite, so that a difference of maxima is
+                                       * never NaN */
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
 
-/* Why a block can contain weights that are zero. ALL_SEEN: it contains none. HIDES: because of order, window, mask or
- * padding. SEGMENTED: also because of segments. */
+/* The reasons for which a block can contain weights of zero:
+ *   ALL_SEEN: the block contains no weights of zero.
+ *   HIDES: the causal order, the window, the mask or padding can hide keys.
+ *   SEGMENTED: segments can hide keys, in addition to the reasons of HIDES. */
 enum { ALL_SEEN, HIDES, SEGMENTED };
 
-/* One call. q, dq, y and dy are [B, H, T, D]. k, v, dk and dv are [B, G, S, D]. lse is [B, H, T]. mask is [B, S] or
- * [B|1, H|1, T|1, S], or it contains int32 segments [B, T]. */
+/* A call of attention. q, dq, y and dy are [B, H, T, D]. k, v, dk and dv are [B, G, S, D]. lse is [B, H, T]. mask is
+ * [B, S] or [B|1, H|1, T|1, S]. If the mask contains int32 segments, it is [B, T]. */
 typedef struct attn {
     ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
     int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to ROWS; nvec: Dp / 16 */
     int64_t window;                                 /* maximum number of keys that a query sees, or 0 for no limit */
-    int64_t bias_step[3];                           /* the mask's strides along samples, heads and queries; 0 along a
-                                                     * dimension of size 1 */
-    float scale, scale2;                            /* the factor of the scores, and this factor times log2 e */
+    int64_t bias_step[3];                           /* the mask's strides along samples, heads and queries; the stride
+                                                     * of a dimension of size 1 is 0 */
+    float scale, scale2;                            /* scale: the factor of the scores; scale2: scale * log2 e */
     bool causal, drop, biased, segmented;           /* biased: the mask has 4 dimensions; segmented: the mask contains
                                                      * segments */
-    int32_t limit;                                  /* a weight is dropped if its 24 random bits, as a number, are below
-                                                     * the limit */
+    int32_t limit;                                  /* a weight is dropped if the number that its 24 random bits form is
+                                                     * below limit */
     float keep_scale;                               /* 1 / (1 - p) */
     uint64_t seed, sample, counter_hi;
-    int64_t first_head;                             /* the first head of this rank if ranks share out the heads */
+    int64_t first_head;                             /* the first head of this rank, if the heads are divided among
+                                                     * ranks */
 } attn;
 
-/* Rows that are prefetched before they are loaded or stored. */
+/* Rows of memory that are prefetched before the kernel reads or writes them. */
 typedef struct stream { const char *at; int64_t row_nbytes, used_nbytes, rows; } stream;
 
-/* A thread's memory. Forward does not use dk, dv, dy, dyt and dp. Backward does not use sum. `out` is the block's y in
- * forward and its dq in backward. */
+/* A thread's memory. Forward does not use dk, dv, dy, dyt and dp. Backward does not use sum. `out` contains y of the
+ * block in forward, and dq of the block in backward. */
 typedef struct work {
     float *k, *v, *dk, *dv;                         /* [Sp, Dp] */
     float *q, *dy, *out;                            /* [QUERIES, Dp] */
-    float *qt, *dyt;                                /* [Dp, QUERIES], q and dy transposed */
-    float *p, *dp;                                  /* [KEYS, QUERIES]; p: first scores, then weights; dp: gradients of
-                                                     * p */
-    float *bias;                                    /* [QUERIES, KEYS], the bias in base 2; used if biased */
-    float *max, *sum, *factor;                      /* [QUERIES]; in backward, max is lse in base 2 and factor is
-                                                     * delta */
+    float *qt, *dyt;                                /* [Dp, QUERIES]; qt is q transposed, and dyt is dy transposed */
+    float *p, *dp;                                  /* [KEYS, QUERIES]; p: the scores, which softmax replaces by
+                                                     * weights; dp: the gradients of p */
+    float *bias;                                    /* [QUERIES, KEYS], the bias times log2 e; used if `biased` is
+                                                     * set */
+    float *max, *sum, *factor;                      /* [QUERIES]; in backward, max contains lse * log2 e, and factor
+                                                     * contains delta */
     uint32_t *keep;                                 /* [2, QUERIES]; the dropout bit of key r is bit r % 32 of word r /
                                                      * 32 */
-    uint8_t *hidden;                                /* [Sp]; nonzero for keys that no query sees */
-    int32_t *begin, *end;                           /* [T + QUERIES] if segmented; the segment of query i has the keys
-                                                     * begin[i] to end[i] - 1; neither array decreases */
+    uint8_t *hidden;                                /* [Sp]; nonzero for a key that no query sees */
+    int32_t *begin, *end;                           /* [T + QUERIES], used if `segmented` is set; query i's segment has
+                                                     * the keys begin[i] to end[i] - 1; the elements of each array are
+                                                     * in ascending order */
     bool any_hidden;                                /* true if any key below S is hidden */
-    int64_t second;                                 /* the second key that the mask shows, or S if the mask shows fewer
-                                                     * than two keys */
-    stream ahead[READ + WRITTEN];                   /* rows that are prefetched gradually: the rows that the thread's
-                                                     * next head reads, and the rows that this block writes */
+    int64_t second;                                 /* index of the second key that the mask does not hide, or S if
+                                                     * there are fewer than two such keys */
+    stream ahead[READ + WRITTEN];                   /* the rows to prefetch: the rows that the thread reads for its next
+                                                     * head, and the rows that this block writes */
 } work;
 
 /* A block has the queries [i0, i0 + nq) and the keys [j0, j0 + nk) of head h of sample b. */
 typedef struct block {
     int64_t b, h, i0, j0;
-    int nq, qv, nk;                                 /* qv: nq / 16 rounded up; nk is rounded up to a multiple of ROWS */
-    int shift;                                      /* described at the top of the file for causal blocks; otherwise a
-                                                     * low number, so that all keys are seen */
-    int until;                                      /* with a window, query c sees key r only if c < r + until; without
-                                                     * a window, a high number, so that all keys are seen */
+    int nq, qv, nk;                                 /* qv: nq / VL rounded up; nk is rounded up to a multiple of ROWS */
+    int shift;                                      /* if the block is causal, query c sees key r only if c >= r +
+                                                     * shift; otherwise shift is so low that all keys are seen */
+    int until;                                      /* if there is a window, query c sees key r only if c < r + until;
+                                                     * otherwise until is so high that all keys are seen */
     int masked;                                     /* ALL_SEEN, HIDES or SEGMENTED */
 } block;
 
@@ -126,7 +131,7 @@ SIMD void store_as(int dtype, char *dst, int64_t row_nbytes, int64_t n, int64_t 
         if (d < D) vf_put_n(dst, d, dtype, (int)(D - d), vf_load(src + d) * f);
     }
 }
-/* Writes src [n, Dp] to rows [first, first + n) of head (b, h). Row i is multiplied by factor[i * step]. */
+/* Writes src [n, Dp] to rows [first, first + n) of head (b, h) of x. Multiplies row i of src by factor[i * step]. */
 static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n,
                        const float *src, const float *factor, int64_t step)
 {
@@ -137,10 +142,10 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
     else store_as(PS_F16, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
 }
 
-/* Returns a stream that prefetches rows of a head from main memory. The rows are far apart, so the hardware does not
- * predict them. A few rows at a time are prefetched between products, which costs almost no time. Without prefetching,
- * loading the rows takes a tenth of the total time. Rows that a block writes are prefetched while the block is
- * computed. */
+/* Returns a stream of the rows of a head, which are prefetched from main memory. The rows are far apart, so the
+ * hardware does not predict them. A few rows at a time are prefetched between two products, which takes almost no time.
+ * Without prefetching, loading the rows takes a tenth of the total time. The rows that a block writes are prefetched
+ * while the block is computed. */
 static stream rows_ahead(const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n)
 {
     int64_t size = ps_dtype_bytes(x->dtype);
@@ -175,9 +180,9 @@ static void hide_key(const attn *a, work *w, int64_t j)
     memset(w->k + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->k);
     memset(w->v + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->v);
 }
-/* Fills begin and end with the bounds of each position's segment, and hides the keys of padding. For a run of padding,
- * begin is the end of the run, and end is the beginning of the run. Hence the positions of the run see no key, and they
- * add no key to a block. */
+/* Fills begin and end with the bounds of each position's segment, and hides the keys of padding. For all positions of a
+ * run of padding, begin is the end of the run, and end is its beginning. Hence these positions see no key, and they do
+ * not extend a block's range of keys. */
 static void load_segments(const attn *a, work *w, int64_t b)
 {
     const int32_t *id = (const int32_t *)a->mask.data + b * a->mask.stride[0];
@@ -216,7 +221,7 @@ static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
         hide_key(a, w, j);
     }
 }
-/* Transposes the first qv vectors of queries of src [QUERIES, Dp]. Writes the result to dst [Dp, QUERIES]. */
+/* Transposes the first qv * VL rows of src [QUERIES, Dp], and writes the result to dst [Dp, QUERIES]. */
 static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 {
     for (int v = 0; v < qv; v++)
@@ -225,7 +230,7 @@ static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 }
 
 /* -- blocks ------------------------------------------------------------------------------------------------------- */
-/* Returns a key index that is larger than the index of every key that queries [i0, i0 + nq) see. */
+/* Returns an upper bound of the keys that the queries [i0, i0 + nq) see: every such key has a lower index. */
 static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
 {
     int64_t n = a->causal ? i0 + nq + a->S - a->T : a->S;
@@ -235,7 +240,7 @@ static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
     }
     return n < 0 ? 0 : n < a->S ? n : a->S;
 }
-/* Returns the first key of the first block for queries that begin at i0. With segments, the block begins near the
+/* Returns the first key of the first block, for queries that begin at i0. With segments, the block begins near the
  * beginning of the first query's segment, because segments are often shorter than a block. */
 static int64_t first_block(const attn *a, const work *w, int64_t i0)
 {
@@ -254,8 +259,8 @@ static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_
     if (a->segmented && (w->begin[i0 + nq - 1] > j0 || w->end[i0] < j0 + k.nk)) k.masked = SEGMENTED;
     return k;
 }
-/* Converts a value of a 4-dimensional mask to the number that is added to a score, in base 2. A value of at most -1e30
- * hides the key. */
+/* Converts a value x of a 4-dimensional mask to the number that is added to a score: x * log2 e, or -infinity if x is
+ * at most -1e30. Such a value hides the key. */
 SIMD float bias_of(float x) { return x <= -1e30f ? -INFINITY : x * (float)LOG2E; }
 static void load_bias(const attn *a, const block *k, work *w)
 {
@@ -272,7 +277,7 @@ static void load_bias(const attn *a, const block *k, work *w)
         }
     }
 }
-/* Scales the scores, and adds the mask to them. */
+/* Multiplies the scores by the scale, and adds the bias. */
 static void add_bias(const attn *a, const block *k, work *w)
 {
     load_bias(a, k, w);
@@ -280,8 +285,8 @@ static void add_bias(const attn *a, const block *k, work *w)
         for (int r = 0; r < clamp(a->S - k->j0, 0, k->nk); r++)
             w->p[r * QUERIES + i] = fmaf(w->p[r * QUERIES + i], a->scale2, w->bias[i * KEYS + r]);
 }
-/* Computes s [key][query], the products of the rows of keys [.., Dp] and the panel qt of queries. The result is the
- * scores if the operands are K and q, or dp if the operands are V and dy. */
+/* Computes s [key][query] = keys [.., Dp] * qt [Dp, QUERIES]. The result is the scores if the operands are K and q, and
+ * dp if the operands are V and dy. */
 static void scores(const attn *a, const block *k, work *w, const float *keys, const float *qt, float *s)
 {
     for (int g = 0; g < k->nk; g += ROWS) {
@@ -291,8 +296,8 @@ static void scores(const attn *a, const block *k, work *w, const float *keys, co
                 QUERIES);
     }
 }
-/* Computes the transpose of s times the rows of keys, and stores the product in out [query, Dp] or adds it to out.
- * Computes y from V, and dq from K. */
+/* Computes s^T * keys, and stores the product in out [query, Dp]. If `add` is set, adds it to out instead. The product
+ * is y if `keys` is V, and dq if `keys` is K. */
 static void gather_keys(const attn *a, const block *k, work *w, int add, const float *s, const float *keys, float *out)
 {
     for (int i = 0; i < k->nq; i += ROWS) {
@@ -301,7 +306,7 @@ static void gather_keys(const attn *a, const block *k, work *w, int add, const f
         product(add, a->nvec, depth, s + i, 1, QUERIES, keys, a->Dp, out + i * a->Dp, a->Dp);
     }
 }
-/* Adds s times the rows of queries to out [key, Dp]. Computes dv from dy, and dk from q. */
+/* Adds s * queries to out [key, Dp]. The product is dv if `queries` is dy, and dk if `queries` is q. */
 static void gather_queries(const attn *a, const block *k, work *w, const float *s, const float *queries, float *out)
 {
     int nq = (int)round_up(k->nq, ROWS);
@@ -313,8 +318,8 @@ static void gather_queries(const attn *a, const block *k, work *w, const float *
     }
 }
 /* Draws dropout bits for a block with segments. A segment counts as a sample of its own, with one query and one key for
- * each of its positions. A draw covers 64 elements. It serves all following queries whose keys in this block are among
- * these elements. */
+ * each of its positions. A draw yields the bits of 64 elements. The bits are used for all following queries whose keys
+ * in this block are among these elements. */
 static void draw_keep_of_segments(const attn *a, const block *k, work *w)
 {
     uint64_t at = 0, bits = 0;                        /* bits: 64 elements of segment `drawn`, starting at element
@@ -337,8 +342,9 @@ static void draw_keep_of_segments(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
-/* Draws dropout bits for a block. A draw covers 64 elements of the stream. Short rows are adjacent in the stream. A
- * draw therefore serves all following queries whose keys in this block are among the 64 elements. */
+/* Draws dropout bits for a block. A draw yields the bits of 64 elements of the stream. If rows are short, the elements
+ * can belong to several rows. The bits are used for all following queries whose keys in this block are among the 64
+ * elements. */
 static void draw_keep(const attn *a, const block *k, work *w)
 {
     if (a->segmented) {
@@ -377,12 +383,12 @@ SIMD vni kept_by(const work *w, int r, int c)
     memcpy(&bits, w->keep + r / 32 * QUERIES + c, sizeof bits);
     return (vni)(bits << (31 - r % 32)) < 0;
 }
-/* Returns the number of rows that contain scores of the vector that begins at query c. */
+/* Returns the number of keys that have scores for the query vector that begins at query c. */
 SIMD int rows_of(const block *k, int c) { return clamp(round_up((c / VL + 1) * VL - k->shift, ROWS), 0, k->nk); }
 
 /* -- forward ------------------------------------------------------------------------------------------------------ */
-/* Turns the scores of a block into weights relative to the new running maximum. The caller must multiply older sums by
- * `factor`. masked and drop are constants. */
+/* Replaces the scores of a block by weights relative to the new running maximum. The caller must multiply the sums over
+ * earlier blocks by w->factor. masked and drop are constants. */
 SIMD void softmax_block(const attn *a, const block *k, work *w, int masked, bool drop)
 {
     vn scale = vn_set(a->biased ? 1.0f : a->scale2), keep_scale = vn_set(a->keep_scale);
@@ -432,7 +438,7 @@ static void finish_sums(work *w)
         vf_store(w->sum + v * VL, vf_select(none, vf_set(-INFINITY), lse));
     }
 }
-/* Stores y and lse of nq queries of head h. The values are in out and sum, starting at row `from`. */
+/* Stores y and lse of nq queries of head h. y is in w->out and lse is in w->sum, both starting at row `from`. */
 static void store_queries(const attn *a, const work *w, int64_t b, int64_t h, int64_t i0, int nq, int from)
 {
     store_rows(a, &a->y, b, h, i0, nq, w->out + from * a->Dp, w->factor + from, 1);
@@ -477,15 +483,15 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
 
 /* -- forward of one query ----------------------------------------------------------------------------------------- */
 /* Returns true if each head has only one query. This is the case if a model continues a text token by token. Separate
- * code handles this case, because blocks would take as long as for 16 queries, and would pack all keys for one query.
- * In this code, a lane is a key or an element of the output. The order of sums is the same as in blocks, so the bits do
- * not depend on the number of queries. */
+ * code handles this case. With blocks, one query would take as long as 16 queries, and all keys would be packed for one
+ * query. In the separate code, each lane belongs to a key or to an element of the output. The order of sums is the same
+ * as in blocks, so the bits do not depend on the number of queries. */
 static bool is_one_query(const attn *a)
 {
     return a->T == 1 && a->S > 0 && !a->drop && !ps_has(&a->mask) && a->window <= 0;
 }
-/* Computes one row of a product: adds terms [count] times rows [count, ld] to sum [16 * vectors]. It keeps the same
- * number of partial sums as `tile`. */
+/* Computes one row of a product: adds terms [count] * rows [count, ld] to sum [16 * vectors]. Uses as many partial sums
+ * as tile(). */
 static void add_rows(int64_t vectors, int64_t count, const float *terms, const float *rows, int64_t ld, float *sum)
 {
     enum { MOST = 4 * LANES / VL };
@@ -506,8 +512,8 @@ static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t 
             add_rows(vectors, clamp(a->D - d0, 0, VL), w->k + i * a->Dp + d0, w->qt, KEYS, w->p + i * KEYS);
     }
 }
-/* Turns the n scores in row i of w->p into weights relative to the new running maximum. Returns a factor. The caller
- * must multiply older sums by it. */
+/* Replaces the n scores in row i of w->p by weights relative to the new running maximum. Returns the factor by which
+ * the caller must multiply the sums over earlier keys. */
 static float softmax_of_one(const attn *a, work *w, int n, int i)
 {
     vn scale = vn_set(a->scale2);
@@ -525,8 +531,8 @@ static float softmax_of_one(const attn *a, work *w, int n, int i)
     w->sum[i] = fmaf(w->sum[i], factor[0], sum[0] + sum[1]);
     return factor[0];
 }
-/* Adds the products of weights and values to w->out [heads, Dp]. The weights are in w->p. The values belong to n keys,
- * starting at key j0. */
+/* Multiplies the weights in w->p by the values of n keys, starting at key j0, and adds the products to w->out [heads,
+ * Dp]. */
 static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     const float *rows = w->q;
@@ -539,7 +545,7 @@ static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int 
         float *out = w->out + i * a->Dp;
         add_rows(a->nvec, n, w->p + i * KEYS, rows, ld, out);
         if (n % ROWS == 0) continue;
-        /* Turns -0 into 0. Blocks do so as well, because their sums end with zero weights times zero rows. */
+        /* Turns -0 into 0, as blocks do. The sums of a block end with zero weights times zero rows. */
         for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(out + d, vn_load(out + d) + vn_set(0));
     }
 }
@@ -564,8 +570,8 @@ static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_
     finish_sums(w);
     for (int i = 0; i < heads; i++) store_queries(a, w, b, h + i * step, 0, 1, i);
 }
-/* The heads that share key head g are divided into `cuts` interleaved parts. Calls forward_one for one of these parts.
- * The queries are in w->k, which has at least as many rows as a tile. */
+/* The heads that share key head g are divided into `cuts` interleaved parts. Calls forward_one for part `cut`. The
+ * queries are in w->k, which has at least as many rows as a tile. */
 static void forward_one_group(const attn *a, work *w, int64_t b, int64_t g, int64_t cut, int64_t cuts)
 {
     int64_t shared = a->H / a->G, most = a->Sp < QUERIES ? a->Sp : QUERIES;
@@ -588,12 +594,12 @@ SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
     vn dp = vn_load(w->dp + r * QUERIES + c);
     return drop ? vn_and(kept_by(w, r, c), dp * vn_set(a->keep_scale)) : dp;
 }
-/* Turns the scores in p into weights after dropout, and dp into the gradient of the unscaled scores. masked and drop
- * are constants.
+/* Replaces the scores in p by weights after dropout, and dp by the gradient of the unscaled scores. masked and drop are
+ * constants.
  * If `alone` is set, the block contains all keys of its queries, in fp32. In this case the weights are divided by their
- * own sum, because for large scores the rounding of lse would affect all weights of a query. In addition, delta is the
- * sum of p * dp, because dy * y contains the rounding of y. If one weight is nearly 1, this rounding is not small
- * relative to dp - delta. */
+ * own sum, because for large scores the rounding error of lse would affect all weights of a query. In addition, delta
+ * is computed as the sum of p * dp, because dy * y contains the rounding error of y. If one weight is nearly 1, this
+ * error is not small compared to dp - delta. */
 SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int masked, bool drop, bool alone)
 {
     for (int c = 0; c < k->qv * VL; c += LANES) {
@@ -629,7 +635,8 @@ static int sure_queries(const attn *a, const work *w, int64_t i0, int nq)
     if (w->second >= a->S || a->window == 1) return nq;
     return a->causal ? clamp(w->second - (a->S - a->T) - i0, 0, nq) : 0;
 }
-/* Sets factor[i] to delta of query i, which is the sum of dy * y over d. `out` is scratch memory. */
+/* Sets factor[i] to the delta of query i. delta is the sum of dy * y over the D elements of the query's row. w->out is
+ * scratch memory. */
 static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     float part[VL * VL], turned[VL * VL];
@@ -647,7 +654,7 @@ static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0,
         vf_store(w->factor + v * VL, delta);
     }
 }
-/* Sets max[i] to lse in base 2. If a query saw no key, sets max[i] to +infinity, so that the query's weights become
+/* Sets max[i] to lse * log2 e. If query i saw no key, sets max[i] to +infinity, so that the query's weights become
  * 0. */
 static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
@@ -733,8 +740,8 @@ static void backward_group(const attn *a, work *w, int64_t b, int64_t g)
 }
 
 /* -- a call ------------------------------------------------------------------------------------------------------- */
-/* Divides a thread's memory among the fields of w. The memory begins at `at`. Returns the end of the memory. If `at` is
- * NULL, the end is the size in bytes. */
+/* Divides a thread's memory, which begins at `at`, among the fields of w. Returns the end of the memory. If `at` is
+ * NULL, the returned pointer is the size of the memory in bytes. */
 static char *work_at(const attn *a, bool backward, char *at, work *w)
 {
     int64_t keys = a->Sp * a->Dp, queries = QUERIES * a->Dp, square = KEYS * QUERIES;
@@ -764,7 +771,7 @@ static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
-/* Returns true if the kernels can read k or v. In forward, k and v can also have rows of Q8_0. */
+/* Returns true if the kernels can read x as k or v in forward. In forward, k and v can also consist of Q8_0 blocks. */
 static bool usable_keys(const ps_view *x) { return (x->dtype == PS_U8 && x->stride[3] == 1) || usable(x); }
 /* Returns true if the kernels can read the mask. A mask with 2 dimensions contains bytes or int32 segments. A mask with
  * 4 dimensions contains bytes or floats, and its last dimension is contiguous. */
@@ -779,7 +786,7 @@ static bool mask_usable(attn *a)
     for (int d = 0; d < 3; d++) a->bias_step[d] = m->shape[d] == 1 ? 0 : m->stride[d];
     return (bytes || float_view(m)) && (m->stride[3] == 1 || m->shape[3] <= 1);
 }
-/* Divides the key heads among the threads. If the number of key heads is too small, forward divides the queries that
+/* Divides the key heads among the threads. If there are fewer key heads than threads, forward divides the queries that
  * share a key head into `cuts` interleaved parts. */
 static int run(attn *a, ps_call *call, bool backward)
 {
@@ -793,8 +800,8 @@ static int run(attn *a, ps_call *call, bool backward)
     int64_t per_head = (a->T + QUERIES - 1) / QUERIES, blocks = shared * per_head;
     bool one = !backward && is_one_query(a);
     if (heads == 0 || (a->T == 0 && !backward)) return 0;
-    double least = one ? 2.0 * PS_PAR_MIN : 16.0 * PS_PAR_MIN;    /* with one query, a call also converts keys and
-                                                                   * values */
+    double least = one ? 2.0 * PS_PAR_MIN : 16.0 * PS_PAR_MIN;    /* lower if there is one query, because a call also
+                                                                   * converts all keys and values */
     if ((double)heads * (double)shared * (double)a->T * (double)a->S * (double)a->D < least) threads = 1;
     if (!backward && heads < threads) cuts = (threads + heads - 1) / heads;
     if (cuts > blocks) cuts = blocks > 0 ? blocks : 1;
@@ -803,7 +810,7 @@ static int run(attn *a, ps_call *call, bool backward)
     work none;
     size_t need = (size_t)(uintptr_t)work_at(a, backward, NULL, &none);
     char *memory = call->scratch(call, need * (size_t)threads);
-    if (!memory) return PS_ENOMEM;                           /* scratch() has set the message */
+    if (!memory) return PS_ENOMEM;                           /* scratch() has recorded the error */
     if (call->dry) return 0;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The arithmetic of attention.c: a register-blocked fp32 matrix product on small panels, 2^x and log2 of vectors,
- * transposition, and dropout bits. Every element of a product is one chain of fused multiply-adds in the order of the
- * depth. This holds for every tile shape, so all instruction sets compute the same bits. Pointers need no alignment. */
+ * transposition, and dropout bits. Every element of a product is a chain of fused multiply-adds, in the order of the
+ * summed dimension. Every tile shape uses this order, so all instruction sets compute the same bits. Pointers need no
+ * alignment. */
 #ifndef PS_CPU_ATTENTION_TILE_H
 #define PS_CPU_ATTENTION_TILE_H
 #include "backend/cpu/simd.h"
@@ -62,9 +63,9 @@ SIMD vni vn_lanes(int first)
 }
 
 /* -- c [rows, 16 * vectors] (+)= a [rows, depth] b [depth, 16 * vectors] ------------------------------------------ */
-/* Computes a tile of a product. Element (m, k) of a is at a[m * a_row + k * a_col]. ldb and ldc are the distances
- * between rows of b and between rows of c, in elements. `rows` and `vectors` are constants, so that rows * vectors sums
- * stay in registers. */
+/* Computes a tile of a product. Element (m, k) of a is a[m * a_row + k * a_col]. ldb is the distance between rows of b,
+ * and ldc is the distance between rows of c, in elements. `rows` and `vectors` are constants, so that the rows *
+ * vectors sums stay in registers. */
 SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, int64_t a_row, int64_t a_col,
                const float *b, int64_t ldb, float *c, int64_t ldc)
 {
@@ -91,8 +92,8 @@ SIMD void tile(int rows, int vectors, int add, int64_t depth, const float *a, in
         for (int v = 0; v < n; v++) vn_store(c + m * ldc + v * LANES, sum[m][v]);
 }
 
-/* Computes eight rows of a tile of width `vectors`. Computes all rows at once if their sums fit into the registers.
- * Otherwise computes two halves, one after the other. */
+/* Computes a tile of eight rows and `vectors` vectors. If the sums of all eight rows fit into the registers, computes
+ * all rows at once. Otherwise computes four rows at a time. */
 #define PS_TILE(vectors, rows_at_once)                                                                                 \
     static __attribute__((noinline)) void tile_##vectors(int add, int64_t depth, const float *a, int64_t a_row,        \
                                                          int64_t a_col, const float *b, int64_t ldb, float *c,         \
@@ -132,7 +133,8 @@ SIMD void product(int add, int64_t vectors, int64_t depth, const float *a, int64
 SIMD vn vn_exp2_neg(vn x)
 {
     vn xc = vn_max(vn_set(-125.0f), x);
-    vn shifted = xc + vn_set(12582912.0f);                                  /* the rounded integer is in the low bits */
+    vn shifted = xc + vn_set(12582912.0f);                                  /* the low bits contain x rounded to an
+                                                                             * integer */
     vn f = xc - (shifted - vn_set(12582912.0f));                            /* exact, with |f| <= 1/2 */
     vn p = vn_set(1.54531629e-4f);
     p = vn_fma(p, f, vn_set(1.33908634e-3f));
@@ -141,7 +143,8 @@ SIMD vn vn_exp2_neg(vn x)
     p = vn_fma(p, f, vn_set(2.40226508e-1f));
     p = vn_fma(p, f, vn_set(6.93147188e-1f));
     p = vn_fma(p, f, vn_set(1.0f));
-    vni y = (vni)((vnu)p + ((vnu)shifted << 23));                               /* adds the integer to the exponent */
+    vni y = (vni)((vnu)p + ((vnu)shifted << 23));                               /* adds the integer part of x to the
+                                                                                 * exponent */
     return vn_and(~(x < vn_set(-125.0f)), (vn)y);
 }
 /* Returns log2 x for normal x > 0. Splits x into 2^e m with m in [0.7, 1.42). With s = (m - 1) / (m + 1), log2 m is
@@ -190,8 +193,8 @@ SIMD void transpose16(const float *src, int64_t ld_src, float *dst, int64_t ld_d
 
 /* -- dropout bits ------------------------------------------------------------------------------------------------- */
 typedef uint64_t vq __attribute__((vector_size(64)));
-SIMD vq vq_mul32(vq a, vq b)                      /* returns the products of the low halves; a and b use only their low
-                                                   * halves */
+SIMD vq vq_mul32(vq a, vq b)                      /* multiplies the low halves of the lanes of a and b; the high halves
+                                                   * are ignored */
 {
 #if defined(__AVX512F__)
     return (vq)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -228,7 +231,7 @@ SIMD void philox16(uint64_t key, uint64_t lo, uint64_t hi, vu word[4])
 }
 
 /* Returns one bit for each of the elements [first, first + 64) of a sample's stream (see dropout in ops.def). The bit
- * is set if the element is kept. An element is kept if its 24 random bits, as a number, are at least `limit`. */
+ * is set if the element is kept. An element is kept if the number that its 24 random bits form is at least `limit`. */
 SIMD uint64_t keep_bits(uint64_t key, uint64_t stream, uint64_t hi, uint64_t first, int32_t limit)
 {
     uint64_t counter = first / 4, bits = 0, next = 0;

@@ -2,10 +2,10 @@
  * Batch norm and group norm for contiguous fp32, bf16 and fp16 tensors. This file is compiled once per instruction set.
  *
  * A set consists of all elements that share one mean and variance. A thread copies a set to fp32 rows in its scratch
- * buffer, computes the sums, and writes the set. In group norm, the rows are the channels of the set. In batch norm,
- * the set has one row, which contains the positions of the channel in all samples. Rows are padded to whole blocks of
- * 16 lanes. They are summed in sixteen lanes of doubles, in a fixed order. Hence the bits depend neither on the number
- * of threads nor on the instruction set. */
+ * buffer, computes the sums, and writes the results for the set. In group norm, the rows are the channels of the set.
+ * In batch norm, a set has one row, which contains the elements of one channel in all samples. Rows are padded to whole
+ * blocks of 16 elements. The sums have sixteen lanes of doubles and a fixed order. Hence the bits depend neither on the
+ * number of threads nor on the instruction set. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/gemm.h"
@@ -16,16 +16,16 @@ enum { LANES = 16 };
 struct norm {
     int dtype, groups, given;
     int64_t N, C, S;                  /* x is [N, C, S] */
-    int64_t sets, rows, n, np;        /* rows: number of rows in a set; n and np: number of elements in a row without
-                                       * and with padding */
+    int64_t sets, rows, n, np;        /* rows: number of rows in a set; n: number of elements in a row; np: the same
+                                       * number with padding */
     double eps;
     const void *x, *dy;
-    void *y, *dx;                     /* either can be NULL in backward */
+    void *y, *dx;                     /* y is the result of forward, and dx of backward; dx can be NULL */
     const float *w, *b;               /* [C], or NULL */
-    const float *mean_in, *var_in;    /* [sets]; means and variances that the caller gives, or in backward those of
-                                       * forward */
+    const float *mean_in, *var_in;    /* [sets]; means and variances that the caller passes; in backward, the means and
+                                       * variances of forward */
     float *mean, *var;                /* [sets] */
-    float *dw, *db;                   /* [N or 1, C]; each set's sums for its channels */
+    float *dw, *db;                   /* [N, C] or [1, C]; the sums over each channel of each set */
 };
 
 static void set_sizes(struct norm *m, const ps_view *x, int groups)
@@ -107,7 +107,7 @@ static double row_products(const float *p, const float *q, int64_t n)
     return sum_of(s);
 }
 
-/* Computes p = p * a + b for a row of n elements, and sets the row's padding to 0. */
+/* Computes p = p * a + b for a row of n elements, and sets the padding after them to 0. */
 SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
 {
     vf by = vf_set(a), more = vf_set(b);
@@ -115,7 +115,7 @@ SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
     for (int64_t i = n; i < np; i++) p[i] = 0;
 }
 
-/* Subtracts the mean of a set from its elements. Stores the mean and the variance. */
+/* Subtracts the mean of a set from the elements of the set. Stores the mean and the variance. */
 static void center(const struct norm *m, float *buf, float *mean, float *var)
 {
     double sum = 0, squares = 0, count = (double)(m->rows * m->n);
@@ -126,7 +126,8 @@ static void center(const struct norm *m, float *buf, float *mean, float *var)
         row_affine(p, m->n, m->np, 1.0f, -*mean);
         squares += row_products(p, p, m->np);
     }
-    double rounded = sum / count - *mean;            /* the elements were centred with the rounded mean */
+    double rounded = sum / count - *mean;            /* corrects the variance, because the rounded mean was
+                                                      * subtracted */
     squares = squares / count - rounded * rounded;
     *var = squares < 0 ? 0.0f : (float)squares;
 }

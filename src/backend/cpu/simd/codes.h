@@ -5,9 +5,10 @@
 #define PS_CPU_SIMD_CODES_H
 #include "base/update.h"
 
-enum { CODES_RUN = 32 };              /* number of elements that are quantised at a time; a multiple of VL */
+enum { CODES_RUN = 32 };              /* number of elements that are quantised together; a multiple of VL */
 
-/* Returns VL elements of a row of ps_codes. The index of each element is taken modulo 8. */
+/* Returns row[index % 8] in each lane. `row` is one of the arrays of ps_codes, whose second half equals its first
+ * half. */
 SIMD vf codes_row(const float *row, vi index)
 {
 #if defined(__AVX512F__)
@@ -38,7 +39,7 @@ SIMD vf codes_load(const ps_codes *c, const uint8_t *codes, bool has_sign)
     if (has_sign) base = (vf)((vi)base ^ ((vi)q & vi_set(INT32_MIN)));
     return vf_fma(codes_row(c->slope, index), q, base);
 }
-/* Returns, for each magnitude, the index of the value that is nearest to it. */
+/* Returns the index of the value that is nearest to the magnitude, in each lane. */
 SIMD vi codes_number(const ps_codes *c, vf magnitude)
 {
     vi high = (vi)((vu)magnitude >> 16);
@@ -85,15 +86,15 @@ SIMD void codes_store(const ps_codes *c, uint8_t *codes, const float *x, float f
 }
 
 /* -- blocks -------------------------------------------------------------------------------------------------------- */
-/* Updates the largest magnitude of each lane. A magnitude is represented by the bits of its fp32 value. Compared as
- * integers, a NaN is larger than every number. */
+/* Returns the larger of `most` and the magnitude of x in each lane. Magnitudes are compared as integers that have the
+ * same bits. In this order, a NaN is larger than every number. */
 SIMD vi codes_most(vi most, vf x)
 {
     vi bits = (vi)x & vi_set(0x7fffffff), larger = bits > most;
     return (larger & bits) | (~larger & most);
 }
-/* Quantises a block of n <= PS_STATE_BLOCK numbers x [PS_STATE_BLOCK + CODES_RUN]. Overwrites the elements of x after
- * the first n. `most` contains the largest magnitude of each lane. */
+/* Quantises a block of n <= PS_STATE_BLOCK numbers. x has PS_STATE_BLOCK + CODES_RUN elements, and the elements after
+ * the first n are overwritten. `most` contains the largest magnitude of each lane. */
 SIMD void codes_store_block(const ps_codes *c, float *x, int64_t n, vi most, uint8_t *codes, float *scale,
                             bool has_sign)
 {

@@ -5,10 +5,10 @@
 #include "backend/cpu/simd.h"
 #include "base/divide.h"
 
-/* Returns a mask of the lanes that divide_lanes computes itself. A lane with NaN is never among them. */
+/* Returns a mask of the lanes that divide_lanes() computes with vectors. The mask is 0 for lanes that contain NaN. */
 SIMD vi is_near(vf q, vf b) { return (vf_abs(q) < vf_set(0x1p23f)) & (vf_abs(b) < vf_set(INFINITY)); }
 
-/* Computes all other lanes one by one, with the C library. */
+/* Computes the lanes for which is_near() is false, one by one, with the C library. */
 static __attribute__((noinline)) void far_lanes(int kind, vf *y, const vf *a, const vf *b)
 {
     vi near = is_near(*a / *b, *b);
@@ -17,8 +17,8 @@ static __attribute__((noinline)) void far_lanes(int kind, vf *y, const vf *a, co
 }
 
 /* Divides lanes. q is the rounded quotient, and k is the integer part of q. Rounding can raise a quotient to the next
- * integer, so k can be too large by 1, but it is never too small. An fma computes the difference a - k b exactly,
- * because the difference is a multiple of the last bit of a or b, and smaller than b. If the sign of the difference
+ * integer. Hence k can be too large by 1, but it is never too small. An fma computes the difference a - k * b exactly,
+ * because the difference is smaller than b and a multiple of the last bit of a or of b. If the sign of the difference
  * differs from the sign of a, then k is too large. */
 SIMD vf divide_lanes(int kind, vf a, vf b)
 {

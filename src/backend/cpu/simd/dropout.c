@@ -62,7 +62,7 @@ SIMD void transpose_groups(vu w[4])
     memcpy(w, to, sizeof to);
 #endif
 }
-/* Computes Philox in each lane. It turns the four words of a counter into four random words. */
+/* Computes Philox in each lane, which turns the four words c0 to c3 of a counter into four random words. */
 SIMD void philox_lanes(uint64_t key, vu c0, vu c1, vu c2, vu c3, vu w[4])
 {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
@@ -75,8 +75,9 @@ SIMD void philox_lanes(uint64_t key, vu c0, vu c1, vu c2, vu c3, vu w[4])
     }
     w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
 }
-/* Computes the random words of 4 VL elements in order, starting at element 4 * counter. Lane 4 l + k computes counter
- * VL / 4 k + l. Transposing the groups of four lanes therefore restores the order. */
+/* Computes the random words of 4 * VL elements in order, starting at element 4 * counter. Lane 4 * l + k computes
+ * counter + VL / 4 * k + l. If each group of four lanes is then transposed, the words are in the order of the
+ * elements. */
 SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
 {
     const vu lane = PS_LANE_NUMBERS, order = lane % 4 * (VL / 4) + lane / 4;
@@ -88,8 +89,8 @@ struct dropout {
     const void *x;
     void *y;
     const struct ps_attrs_dropout *attrs;
-    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word, as a number, are below
-                                       * this; this is the case exactly if bits * 2^-24 < (float)p */
+    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are a number below
+                                       * threshold, which is equivalent to bits * 2^-24 < (float)p */
     float scale;
 };
 /* Computes lanes [from, to) of the vector that begins at y[i], from x and the random words of the lanes. */
@@ -101,7 +102,7 @@ SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int t
         vf_put_n(d->y, i + lane, dtype, 1, x);
     }
 }
-/* Processes elements [begin, end) of a sample. Element e of the sample is element `at` + e of x and y. */
+/* Processes elements [begin, end) of a sample. Element e of the sample is element at + e of x and y. */
 SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, int64_t end, int64_t at, int dtype)
 {
     vf scale = vf_set(d->scale);
@@ -124,7 +125,7 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         }
     }
 }
-/* Processes elements [begin, end), each of which is a sample of one element. */
+/* Processes elements [begin, end) of x, where each element is a sample of its own. */
 SIMD void dropout_singles(const struct dropout *d, int64_t begin, int64_t end, int dtype)
 {
     vf scale = vf_set(d->scale);
@@ -173,7 +174,7 @@ static int dropout(ps_call *call)
         return 0;
     }
     int64_t n = a->per_sample, last = a->first + x->numel, blocks = (n - 1) / DROPOUT_BLOCK + 1;
-    /* the first and the last sample that have elements in x */
+    /* the first and the last of the samples that have elements in x */
     int64_t from = a->first / n, to = (last - 1) / n;
     int64_t first_block = a->first % n / DROPOUT_BLOCK;
     int64_t last_block = (to - from) * blocks + (last - 1) % n / DROPOUT_BLOCK;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Elementwise arithmetic. Floats of up to 32 bits are computed in fp32 lanes. Each op is one expression, which is
- * compiled for each storage type. fp64 and integers have plain loops for the few ops that benefit from them. For all
- * other cases the kernels return PS_EUNSUP, and ref computes them. elementwise_copy.c has copies, casts, fills and
- * random numbers. */
+ * compiled for each storage type. For fp64 and integers, the few ops that benefit have plain loops. In all other cases
+ * the kernels return PS_EUNSUP, and ref computes the op. elementwise_copy.c has copies, casts, fills and random
+ * numbers. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/divide.h"
 #include "backend/cpu/simd/loop.h"
@@ -12,8 +12,8 @@ typedef struct consts { float a, b, c; } consts;
 static const consts no_consts;
 
 /* -- expressions --------------------------------------------------------------------------------------------------- */
-/* Computes the lanes that are outside the range reduction of vf_sin and vf_cos. They are computed one by one, with the
- * C library. */
+/* Computes the lanes that are too large for the range reduction of vf_sin and vf_cos, one by one, with the C
+ * library. */
 static __attribute__((noinline)) void large_lanes(vf *y, const vf *x, float (*f)(float))
 {
     for (int i = 0; i < VL; i++)
@@ -44,23 +44,24 @@ SIMD vf sign(vf x)
 {
     return vf_select(x > vf_zero(), vf_set(1.0f), vf_zero()) - vf_select(x < vf_zero(), vf_set(1.0f), vf_zero());
 }
-SIMD vf clamp_between(vf x, vf low, vf high)       /* returns x if x is NaN, or if x and the bound are zeros of
-                                                    * different signs */
+SIMD vf clamp_between(vf x, vf low, vf high)       /* returns x unchanged if x is NaN, or if x and the bound are zeros
+                                                    * with different signs */
 {
     vf y = vf_select(x < low, low, x);
     return vf_select(y > high, high, y);
 }
 SIMD vf silu(vf x) { return vf_max(vf_set(-104.0f), x) * vf_sigmoid(x); }
-/* Multiplies dy by the derivative s + x s (1 - s), where s is the sigmoid of x. 1 - s is computed without cancellation.
- * x is limited to values at which the product is already 0, so that infinity is never multiplied by 0. */
+/* Multiplies dy by the derivative s + x * s * (1 - s), where s is the sigmoid of x. 1 - s is computed without
+ * cancellation. x is limited to a range outside which the product is 0 anyway, so that infinity is never multiplied by
+ * 0. */
 SIMD vf silu_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-104.0f), vf_min(vf_set(104.0f), x)), e = vf_exp(-vf_abs(c));
     vf larger = vf_set(1.0f) / (vf_set(1.0f) + e), smaller = e * larger;             /* s and 1 - s, or vice versa */
     return dy * vf_fma(c * larger, smaller, vf_select(c < vf_zero(), smaller, larger));
 }
-/* The tanh form of GELU is x * sigmoid(2u), with 2u = x (a + b x^2), a = 2 sqrt(2 / pi) and b = 0.044715 a. At x = 9.9
- * and x = -9.9, the sigmoid equals 1 or 0 to within 1e-36, and e^-2u is still a normal number. */
+/* The tanh form of GELU is x * sigmoid(2u), with 2u = x * (a + b * x^2), a = 2 * sqrt(2 / pi) and b = 0.044715 * a. At
+ * x = 9.9 and x = -9.9, the sigmoid equals 1 or 0 to within 1e-36, and e^-2u is still a normal number. */
 SIMD vf gelu_tanh_exp(vf c, vf z)                  /* returns e^-2u */
 {
     return vf_exp_core(c * vf_fma(z, vf_set(-0.0713548163f), vf_set(-1.59576912f)));
@@ -69,8 +70,8 @@ SIMD vf gelu_tanh(vf x)
 {
     vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
     vf s = vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c));
-    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* the expression x <= -9.9 ? 0 : s would take two
-                                                                     * divisions */
+    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* if this were written as x <= -9.9 ? 0 : s, it
+                                                                     * would take two divisions */
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)
 {
@@ -83,8 +84,8 @@ SIMD vf gelu_erf(vf x)
 {
     return vf_max(vf_set(-1e4f), x) * vf_normal_cdf(x);
 }
-/* Multiplies dy by Phi(x) + x phi(x), with phi(x) = exp(-x^2 / 2) / sqrt(2 pi). If x is below -5, Phi(x) is computed as
- * -phi(x) / x (1 - w + 3 w^2 - 15 w^3 + 105 w^4 ...) with w = x^-2 (Abramowitz and Stegun 26.2.12). */
+/* Multiplies dy by Phi(x) + x * phi(x), with phi(x) = exp(-x^2 / 2) / sqrt(2 * pi). If x is below -5, Phi(x) is
+ * computed as -phi(x) / x * (1 - w + 3 w^2 - 15 w^3 + 105 w^4 ...) with w = x^-2 (Abramowitz and Stegun 26.2.12). */
 SIMD vf gelu_erf_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-15.0f), vf_min(vf_set(15.0f), x));                          /* e^-112 counts as 0 */
@@ -95,8 +96,8 @@ SIMD vf gelu_erf_backward(vf x, vf dy)
     return dy * vf_select(x < vf_set(-5.0f), scaled * s * e, vf_fma(scaled, e, vf_normal_cdf(x)));
 }
 
-/* Computes log(1 + x) as log(u) x / (u - 1), where u is 1 + x after rounding. The factor x / (u - 1) corrects the
- * rounding error of u (Goldberg 1991, theorem 4). */
+/* Computes log(1 + x) as log(u) * x / (u - 1), where u is the rounded value of 1 + x. The factor x / (u - 1) corrects
+ * the rounding error of u (Goldberg 1991, theorem 4). */
 SIMD vf log1p_of(vf x)
 {
     vf u = vf_set(1.0f) + x, d = u - vf_set(1.0f);
@@ -104,8 +105,8 @@ SIMD vf log1p_of(vf x)
     y = vf_select(d == vf_zero(), x, y);
     return vf_select((x == vf_set(INFINITY)) | (x != x), x, y);
 }
-/* Computes exp(x) - 1 as (u - 1) x / log(u), where u is exp(x) after rounding. The factor x / log(u) corrects the
- * rounding error of u (Kahan). */
+/* Computes exp(x) - 1 as (u - 1) * x / log(u), where u is the rounded value of exp(x). The factor x / log(u) corrects
+ * the rounding error of u (Kahan). */
 SIMD vf expm1_of(vf x)
 {
     vf u = vf_exp(x), d = u - vf_set(1.0f);
@@ -128,7 +129,7 @@ SIMD vf nan_to_num_of(vf x, vf nan, vf high, vf low)
     vf y = vf_select(x == vf_set(INFINITY), high, vf_select(x == vf_set(-INFINITY), low, x));
     return vf_select(x != x, nan, y);
 }
-SIMD vf hard_gate(vf x)                            /* returns x limited to [-3, 3], plus 3 */
+SIMD vf hard_gate(vf x)                            /* returns 3 plus x, where x is limited to [-3, 3] */
 {
     return clamp_between(x, vf_set(-3.0f), vf_set(3.0f)) + vf_set(3.0f);
 }
@@ -202,7 +203,7 @@ SIMD vf lerp_far(vf a, vf b, vf rest) { return b - rest * (b - a); }
     BINARY_TYPE(name, expr, PS_F32) BINARY_TYPE(name, expr, PS_BF16) BINARY_TYPE(name, expr, PS_F16) \
     static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
 
-/* In `mask`, all bits of a lane are set if the predicate is true. */
+/* `mask` is an expression whose lanes have all bits set where the predicate is true. */
 #define PREDICATE_TYPE(name, in2, mask, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
@@ -293,8 +294,8 @@ PREDICATE(p_isfinite, 1, vf_abs(x) < vf_set(INFINITY))
 PREDICATE(p_not, 1, x == vf_zero())
 
 /* -- fp64 and integers --------------------------------------------------------------------------------------------- */
-/* T is the type in memory. W is the type of the arithmetic, which is unsigned, so that overflow wraps around. R is the
- * type of the result. */
+/* T is the type of the elements in memory. R is the type of the result. W is the type in which the expression is
+ * computed. For integers, W is unsigned, so that overflow wraps around. */
 #define SCALAR(name, T, W, R, in2, expr) \
     static void name(void *const *p, int64_t n, const void *arg) \
     { \
@@ -341,8 +342,8 @@ SCALAR_DIVISIONS(i32, int32_t, ps_divide_ints)
 SCALAR_DIVISIONS(i64, int64_t, ps_divide_ints)
 SCALAR_DIVISIONS(u8, uint8_t, ps_divide_ints)
 
-/* The functions of each op: for the three lane types and for four other types. A function is NULL if this file does not
- * have it. */
+/* The functions of each op, one for each of the three lane types and of four other types. A function is NULL if the op
+ * has no function for the type in this file. */
 typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
 static const row rows[PS_OP_COUNT] = {
     [PS_OP_affine] = { .lanes = u_affine }, [PS_OP_clamp] = { .lanes = u_clamp },
@@ -423,7 +424,7 @@ static int predicate(ps_call *call)
     return apply(call, fn, &no_consts);
 }
 
-/* Runs one of three block functions. The type of the operands, which all have the same type, selects the function. */
+/* Runs one of the three block functions fn. All operands have the same type, which selects the function. */
 static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
 {
     int dtype = call->out[0].dtype;
@@ -537,7 +538,7 @@ static int act_mul(ps_call *call)
     return lanes(call, fn[((const ps_attrs_act_mul *)call->attrs)->act], &no_consts);
 }
 
-/* Computes dx = dy up act'(x) and dup = dy act(x) for n elements, where n is a multiple of the vector size. */
+/* Computes dx = dy * up * act'(x) and dup = dy * act(x) for n elements, where n is a multiple of VL. */
 #define ACT_MUL_BACKWARD_TYPE(name, act, slope, T) \
     static void name##_##T(void *const *p, int64_t n) \
     { \
@@ -601,7 +602,7 @@ static int scale_by_(ps_call *call)
     return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)factor, -0.0f, 0 });
 }
 
-/* Computes y += alpha x, for each pair of lane types. */
+/* Computes y += alpha * x, for each pair of lane types. */
 #define AXPY(TY, TX) \
     static void axpy_##TY##_##TX(void *const *p, int64_t n, const void *arg) \
     { \

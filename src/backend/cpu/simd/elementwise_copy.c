@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Ops that fill a tensor: copies, casts, constants, ranges, random numbers and concatenation. Conversions compute the
- * same bits as ref. A conversion to a float type rounds once. If the type is bf16 or fp16, it converts through fp32. A
- * conversion from float to integer truncates and saturates, and turns NaN into 0. Integers wrap around. */
+ * same bits as ref. A conversion to fp32 rounds once. A conversion to bf16 or fp16 first converts to fp32. A conversion
+ * from float to integer truncates and saturates, and turns NaN into 0. A conversion from integer to integer wraps
+ * around. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 #include "base/error.h"
@@ -19,7 +20,7 @@ LANES_TO_LANES(PS_F32, PS_BF16) LANES_TO_LANES(PS_F32, PS_F16)
 LANES_TO_LANES(PS_BF16, PS_F32) LANES_TO_LANES(PS_BF16, PS_F16)
 LANES_TO_LANES(PS_F16, PS_F32) LANES_TO_LANES(PS_F16, PS_BF16)
 
-/* Converts from and to types without lanes, through fp32. Sixteen elements are converted at a time. */
+/* Converts types without lanes to lane types and back, through fp32. Sixteen elements are converted at a time. */
 #define OTHER_TO_LANES(TO, name, T, value) \
     static void TO##_from_##name(void *const *p, int64_t n, const void *arg) \
     { \
@@ -90,7 +91,7 @@ PLAIN(f64, double, u8, uint8_t, v) PLAIN(f64, double, truth, uint8_t, v != 0)
 PLAIN(i32, int32_t, f64, double, saturate_i32(v)) PLAIN(i64, int64_t, f64, double, saturate_i64(v))
 PLAIN(u8, uint8_t, f64, double, saturate_u8(v)) PLAIN(truth, uint8_t, f64, double, v != 0)
 
-/* convert_fn[to][from] is NULL for equal types, because their elements are copied. */
+/* convert_fn[to][from] is NULL if the two types are equal, because the elements are copied in this case. */
 static const loop_fn convert_fn[PS_DTYPE_COUNT][PS_DTYPE_COUNT] = {
 #define FROM_LANES(T) [PS_F32] = T##_from_PS_F32, [PS_BF16] = T##_from_PS_BF16, [PS_F16] = T##_from_PS_F16
 #define FROM_OTHERS(T) [PS_F64] = T##_from_f64, [PS_I32] = T##_from_i32, [PS_I64] = T##_from_i64, \
@@ -177,8 +178,8 @@ static int fill_(ps_call *call)
     return PS_OK;
 }
 
-/* Stores the first n of sixteen elements, starting at flat position i. The elements are rounded or wrapped to the
- * type. */
+/* Converts the first n of the sixteen numbers v to the type, by rounding or wrapping, and stores them starting at flat
+ * position i. */
 static void store_doubles(void *data, int dtype, int64_t i, int n, const double *v)
 {
     if (dtype == PS_F64) {
@@ -228,7 +229,7 @@ static int arange_(ps_call *call)
 }
 
 /* -- random numbers: element i belongs to counter offset + i ------------------------------------------------------- */
-/* If rounding raises a number to `high`, the number is replaced by `low`. The range is therefore half-open in every
+/* If rounding raises a number to `high`, the number is replaced by `low`. Hence the range never includes `high`, in any
  * type. */
 static int uniform_(ps_call *call)
 {
@@ -282,8 +283,8 @@ static int normal_(ps_call *call)
     return PS_OK;
 }
 
-/* Computes low + floor(r * (high - low) / 2^64). r consists of the first two words of the counter's result, and the
- * first word is the lower half. */
+/* Computes low + floor(r * (high - low) / 2^64). r consists of the first two random words of the counter. The first
+ * word is the lower half of r. */
 static int randint_(ps_call *call)
 {
     const ps_attrs_randint_ *a = call->attrs;

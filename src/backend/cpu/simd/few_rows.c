@@ -1,25 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Products of a few rows with a large matrix. A model computes them when it continues a text token by token. Each
- * weight is read once and used once, so memory limits the speed. Threads divide the matrix into pieces. If a sum runs
- * over a whole row of b, one piece computes it. Partial sums belong to pieces of a fixed size. Hence sums depend
- * neither on the number of threads nor on the other rows. */
+ * Products of a few rows with a large matrix. A model computes such products when it continues a text token by token.
+ * Each weight is read only once, so memory limits the speed. The matrix is divided into pieces, and the pieces among
+ * threads. If the terms of a sum are contiguous in b, one piece computes the whole sum. Otherwise each piece computes a
+ * partial sum of a fixed number of terms. Hence sums depend neither on the number of threads nor on the other rows of
+ * x. */
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/simd.h"
 #include "backend/cpu/simd/streams.h"
 
 enum {
-    DEPTH = PS_FEW_DEPTH,                            /* number of rows of b [K, N] in a piece; each piece has its own
-                                                      * partial sum */
-    WIDTH = 4096,                                    /* number of columns in a piece, chosen such that the sums of all
-                                                      * rows stay in L1 */
+    DEPTH = PS_FEW_DEPTH,                            /* number of rows of b [K, N] in a piece; each piece computes its
+                                                      * own partial sums */
+    WIDTH = 4096,                                    /* number of columns in a piece; so small that the sums of all rows
+                                                      * of x stay in the L1 cache */
     SUMS = 512,                                      /* number of partial sums that a thread computes at a time */
     LINES = 4                                        /* number of streams in a piece; each stream reads one quarter of
                                                       * the piece */
 };
 
-/* The order of reads. Memory is faster with a few streams than with one stream. It is fastest if each stream reads
- * consecutive lines over several pages and is far from the other streams. Hence a piece of n lines is read as LINES
- * quarters. Step t reads the lines t + i * quarter(n) with i from 0 to lines_at(n, t) - 1. */
+/* The order of reads. Memory is faster if a few streams read it than if one stream reads it. It is fastest if each
+ * stream reads consecutive lines over several pages and is far from the other streams. Hence a piece of n lines is
+ * divided into LINES quarters, and each quarter is read by one stream. Step t reads the lines t + i * quarter(n) for i
+ * from 0 to lines_at(n, t) - 1. */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t quarter(int64_t n) { return (n + LINES - 1) / LINES; }
@@ -28,11 +30,12 @@ static int64_t lines_at(int64_t n, int64_t t) { return (n - t + quarter(n) - 1) 
  * in the next piece. */
 static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n - quarter(n) + 1; }
 
-/* Prefetches bytes of the next line of a stream. Lines are too short for the processor to predict the next line. */
+/* Prefetches bytes at p, in the next line of a stream. A line is too short for the processor to predict the next
+ * line. */
 SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 
-/* Runs body(.., T), where T is a constant for the type of g->b. The macro must be used inside parallel regions, because
- * the compiler turns each region into a function, and a constant from outside would be a variable there. */
+/* Runs body(.., T), where T is a constant for the type of g->b. The macro must be used inside a parallel region. The
+ * compiler turns the region into a function, in which a constant from outside the region would be a variable. */
 #define BY_TYPE(body, ...) \
     do { \
         if (g->b.dtype == PS_F32) body(__VA_ARGS__, 0); \
@@ -41,19 +44,21 @@ SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
     } while (0)
 
 /* -- b [K, N], with N adjacent elements in each row ---------------------------------------------------------------- */
-/* Adds by[m][0] b + by[m][1] (b + ld) + ... to the sum of row m, for all M rows. The sum of row m has n elements and
- * begins at sum + m * apart. b has `lines` lines, which are ld bytes apart and are added in this order. Each weight is
- * read and converted to fp32 only once for all M rows. `next` is the distance in bytes from a line to the line to
- * prefetch, or 0 to prefetch nothing. */
+/* For each of M rows, adds by[m][0] * line 0 + by[m][1] * line 1 + ... to the sum of row m. The sum of row m has n
+ * elements and begins at sum + m * apart. The `lines` lines begin at b, are ld bytes apart, and are added in this
+ * order. Each weight is read and converted to fp32 only once for all M rows. `next` is the distance in bytes from a
+ * line to the line that is prefetched. If it is 0, nothing is prefetched. */
 SIMD void add_lines(float *sum, int64_t apart, float by[][LINES], const char *b, int64_t ld, int64_t next, int64_t n,
                     int lines, int M, int T)
 {
 #ifdef __AVX512F__
     enum { MOST = 2, SEVERAL = 2 };
 #else
-    enum { MOST = 2, SEVERAL = 1 };                  /* the sums of several rows use all registers */
+    enum { MOST = 2, SEVERAL = 1 };                  /* number of vectors of a line that are processed together: MOST
+                                                      * for one row of x, and SEVERAL for several rows, whose sums use
+                                                      * all registers */
 #endif
-    int of = M == 1 ? MOST : SEVERAL;                /* number of vectors of a line that are processed at a time */
+    int of = M == 1 ? MOST : SEVERAL;                /* number of vectors of a line that are processed together */
     int64_t size = T == 0 ? 4 : 2, j = 0;
     vf x[PS_FEW_ROWS][LINES];
 #pragma GCC unroll 4
@@ -117,8 +122,8 @@ SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k
     }
 }
 
-/* Sets n elements of c, starting at c[i], to the sum of the partial sums of all pieces. The partial sums are added in
- * the order of the pieces. `stride` is the number of elements of a partial sum. */
+/* Sets the n elements c[i], c[i + 1], ... to the sums of the partial sums of all pieces, which are added in the order
+ * of the pieces. `stride` is the distance in elements between the partial sums of two pieces. */
 SIMD void add_parts(float *c, const float *part, int64_t i, int64_t n, int64_t pieces, int64_t stride)
 {
     for (int64_t j = i; j < i + n; j += VL) {
@@ -144,7 +149,7 @@ static void by_rows(const ps_gemm *g, const float *x, float *part, float *c)
 }
 
 /* -- b [N, K], with K adjacent elements in each row (out_in) ------------------------------------------------------- */
-/* Computes vf_hsum of four vectors. The additions have the order of vf_hsum. */
+/* Computes vf_hsum() of each of four vectors, with the same order of additions. */
 SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 {
 #define HALVES(x, y) \
@@ -161,8 +166,8 @@ SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 #undef QUARTERS
 }
 
-/* Computes out [M, LINES] = x [M, K] times LINES lines of b. The lines are ld bytes apart. `next` is the distance in
- * bytes to the lines that are read next. */
+/* Multiplies x [M, K] by LINES lines that begin at b and are ld bytes apart, and stores the products in out [M, LINES].
+ * `next` is the distance in bytes from a line to the line that the same stream reads next. */
 SIMD void dots(float *out, const float *x, const char *b, int64_t ld, int64_t next, int64_t K, int M, int T)
 {
     int64_t size = T == 0 ? 4 : 2, k = 0;
@@ -250,7 +255,8 @@ SIMD void piece_of_columns(const ps_gemm *g, const float *x, float *c, int64_t n
     }
 }
 
-/* Computes c by columns of b. Each thread has one piece, so that its streams are as long as possible. */
+/* Computes c if the columns of b are contiguous. Each thread computes one piece, so that the thread's streams are as
+ * long as possible. */
 static void by_columns(const ps_gemm *g, const float *x, float *c)
 {
     int64_t step = ps_rows_of_thread(g->b.cols, LINES);

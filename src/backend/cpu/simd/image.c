@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Padding, resampling and max pooling of contiguous images. This file is compiled once per instruction set. A thread
- * processes whole planes [H, W], or whole rows in the case of padding. Hence results do not depend on the number of
- * threads. bf16 and fp16 values are converted row by row, and sums are rounded once. */
+ * processes whole planes [H, W]. For padding, a thread processes whole rows. Hence results do not depend on the number
+ * of threads. bf16 and fp16 values are converted to fp32 row by row. Each sum is rounded once. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/gemm.h"
@@ -53,7 +53,7 @@ static int pad(ps_call *call)
 /* -- resampling ---------------------------------------------------------------------------------------------------- */
 struct maps { ps_taps h, w; int64_t in[2], out[2]; const float *weight; };   /* weight: the weights of the taps of w */
 
-/* Computes a row of fp32 values from a row of x, by the map along W. The result has the width of y. */
+/* Resamples a row of fp32 values along W. The result `out` has the width of y. */
 static void map_row(const struct maps *m, const float *row, float *out)
 {
     const ps_taps *t = &m->w;
@@ -64,8 +64,8 @@ static void map_row(const struct maps *m, const float *row, float *out)
     }
 }
 
-/* Resamples a plane. All rows are resampled along W, and then the result is resampled along H. `memory` has space for
- * [H of x, W of y], for a row of y and for a row of x. */
+/* Resamples a plane. First resamples all rows along W. Then resamples the result along H. `memory` has space for a
+ * plane [H of x, W of y], a row of y and a row of x. */
 static void map_plane(const struct maps *m, const void *x, void *y, int dtype, float *memory)
 {
     int64_t W = m->in[1], out = m->out[1];
@@ -103,8 +103,8 @@ static int resample(ps_call *call)
     void *of_h = call->scratch(call, ps_resample_nbytes(call, 0));
     void *of_w = call->scratch(call, ps_resample_nbytes(call, 1));
     float *memory = call->scratch(call, (size_t)(threads * each) * sizeof *memory);
-    float *weight = call->scratch(call, ps_resample_nbytes(call, 1));        /* more than enough, because only one
-                                                                              * weight per tap is needed */
+    float *weight = call->scratch(call, ps_resample_nbytes(call, 1));        /* larger than necessary, because only one
+                                                                              * weight per tap is stored */
     if (!of_h || !of_w || !memory || !weight) return PS_ENOMEM;
     if (call->dry) return 0;
     m.h = ps_resample_taps(call, 0, of_h), m.w = ps_resample_taps(call, 1, of_w), m.weight = weight;
@@ -119,8 +119,8 @@ static int resample(ps_call *call)
 /* -- max pooling --------------------------------------------------------------------------------------------------- */
 enum { POOLED = 64 };                        /* number of windows that are computed together */
 
-/* Computes n windows of a row of y in fp32, starting at window j. The windows must be within the columns of x. `rows`
- * has the rows of the windows. */
+/* Computes n windows of a row of y in fp32, starting at window j. All columns of these windows must be columns of x.
+ * `rows` is the range of rows of x in the windows. */
 static void pool_inside(const ps_attrs_max_pool *a, const float *in, int64_t W, ps_window rows, int64_t j, int n,
                         float *y, int64_t *index)
 {
@@ -141,8 +141,8 @@ static void pool_inside(const ps_attrs_max_pool *a, const float *in, int64_t W, 
     if (index) memcpy(index, best, (size_t)n * sizeof *index);
 }
 
-/* Computes the windows of a row of y that are within the columns of x. Stores the first window in *first, and the last
- * window plus 1 in *end. */
+/* Computes those windows of a row of y whose columns are all columns of x. Stores the index of the first such window in
+ * *first, and the index of the last such window plus 1 in *end. */
 static void pool_row(const ps_attrs_max_pool *a, const float *in, int64_t W, ps_window rows, int64_t out, float *y,
                      int64_t *index, int64_t *first, int64_t *end)
 {
@@ -173,7 +173,8 @@ SIMD void pool_plane(const ps_attrs_max_pool *a, const ps_view *x, const ps_view
             for (int64_t u = r.first; u < r.end; u += r.step)
                 for (int64_t v = c.first; v < c.end; v += c.step) {
                     float e = ps_get_one(in, u * W + v, dtype);
-                    bool more = (e > most) | (e != e);       /* no ||, because a branch would be mispredicted */
+                    bool more = (e > most) | (e != e);       /* | instead of ||, because a branch would be
+                                                              * mispredicted */
                     most = more ? e : most, best = more ? u * W + v : best;
                 }
             ps_put_one(y->data, at, dtype, most);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The iterator of loop.h. It merges dimensions, gathers strided operands into buffers, and pads the last vector. This
- * file also copies between layouts. A copy goes run by run if both operands have contiguous runs, and tile by tile if
- * one operand is the transpose of the other. */
+ * file also copies between layouts. If both operands have contiguous runs, a copy processes one run at a time. If one
+ * operand is the transpose of the other, a copy processes one tile at a time. */
 #include "backend/cpu/simd/loop.h"
 
 /* -- set-up -------------------------------------------------------------------------------------------------------- */
@@ -53,7 +53,7 @@ void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in)
     }
     for (int d = l->ndim - 1; d >= 0; d--)
         if (l->shape[d] == 1) remove_dim(l, d);
-    /* If the output is a permuted view, its elements are processed in the order of its memory. */
+    /* If the output is a permuted view, the loop processes its elements in the order in which they are in memory. */
     for (int i = 1; i < l->ndim; i++)
         for (int d = i; d > 0 && l->op[0].stride[d - 1] < l->op[0].stride[d]; d--) swap_dims(l, d - 1, d);
     for (int d = l->ndim - 2; d >= 0; d--)
@@ -77,8 +77,8 @@ void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* Converts the flat position `first` to the multi-dimensional `index`. Returns the offset of the operand's element at
- * this index, in elements. */
+/* Sets `index` to the multi-dimensional index of the flat position `first`. Returns the offset of the operand's element
+ * at this index, in elements. */
 static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64_t *index)
 {
     int64_t offset = 0;
@@ -90,8 +90,8 @@ static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64
     return offset;
 }
 
-/* Moves from the end of a run along the last dimension to the next run. Increments the index. Returns the offset of the
- * next run. */
+/* Moves from the end of a run along the last dimension to the next run. Increments `index`, and returns the offset of
+ * the next run. `start` is the offset of the current run. */
 static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, int64_t start)
 {
     for (int d = l->ndim - 2; d >= 0; d--) {
@@ -103,8 +103,8 @@ static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, in
     return start;
 }
 
-/* Fills `nbytes` bytes with copies of the first element. Each memcpy doubles the part that is filled, because memcpy is
- * fast at any optimisation level. */
+/* Fills `nbytes` bytes with copies of the first element. Each memcpy doubles the filled part. The function uses memcpy
+ * because memcpy is fast at any optimisation level. */
 static void repeat(char *dst, int64_t size, int64_t nbytes)
 {
     for (int64_t have = size; have < nbytes; have *= 2)
@@ -145,7 +145,7 @@ static void repeat(char *dst, int64_t size, int64_t nbytes)
             index[last] = 0, run = l->shape[last]; \
         } \
     } \
-    /* Transposes [rows, cols] in tiles whose reads and writes cover whole lines. */ \
+    /* Transposes src [rows, cols] in tiles. The reads and writes of a tile cover whole cache lines. */ \
     static void transpose_##T(T *dst, int64_t ld_dst, const T *src, int64_t ld_src, int64_t rows, int64_t cols) \
     { \
         enum { TILE = 64 / sizeof(T) < 16 ? 16 : 64 / sizeof(T) }; \
@@ -183,7 +183,7 @@ static void scatter(const loop *l, const loop_operand *o, int64_t first, int64_t
 }
 
 /* -- running ------------------------------------------------------------------------------------------------------- */
-/* Calls fn on whole vectors, then on a padded copy of the remaining elements. */
+/* Calls fn for all whole vectors, and then for a padded copy of the remaining elements. */
 static void call_padded(const loop *l, loop_fn fn, const void *arg, char **p, int64_t n)
 {
     int64_t whole = n & ~(int64_t)(VL - 1), rest = n - whole;
@@ -219,10 +219,10 @@ static bool all_flat(const loop *l)
     return true;
 }
 
-enum { LEAST_ROW = 128 };                    /* shorter rows are faster if they are processed together */
+enum { LEAST_ROW = 128 };                    /* rows shorter than this are faster if several rows are processed
+                                              * together */
 
-/* Returns true if the loop consists of rows of a contiguous result, and each input is contiguous within a row or a
- * single element. */
+/* Returns true if the result is contiguous and each input's part of a row is either contiguous or a single element. */
 static bool has_rows(const loop *l)
 {
     int last = l->ndim - 1;
@@ -245,8 +245,8 @@ static void fill_buffer(char *buf, const char *element, int64_t size, int64_t n)
     for (int64_t i = 0; i < n; i += VL) vf_store((float *)buf + i, vf_set(one));
 }
 
-/* Processes up to LOOP_BLOCK elements of a row in place. Only inputs that have a single element are repeated in a
- * buffer. */
+/* Processes up to LOOP_BLOCK elements of a row without copying them. The only exception is an input that has a single
+ * element per row: a buffer contains copies of this element. */
 static void run_row(const loop *l, loop_fn fn, const void *arg, int64_t row, int64_t first, int64_t n)
 {
     char buf[LOOP_OPS][LOOP_BLOCK * 8] __attribute__((aligned(64)));
@@ -280,7 +280,7 @@ void loop_run(const loop *l, loop_fn fn, const void *arg)
         run_rows(l, fn, arg);
         return;
     }
-    if (flat && l->numel <= LOOP_FLAT_BLOCK) {               /* avoids the cost of a parallel region */
+    if (flat && l->numel <= LOOP_FLAT_BLOCK) {               /* a parallel region would cost more than it saves */
         char *p[LOOP_OPS];
         for (int k = 0; k < l->n; k++) p[k] = l->op[k].data;
         call_padded(l, fn, arg, p, l->numel);
@@ -305,8 +305,8 @@ void loop_run(const loop *l, loop_fn fn, const void *arg)
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
-/* If the copy is a transpose, returns the dimension along which the input is contiguous. In a transpose, the output is
- * contiguous along its last dimension. Returns -1 for other copies. */
+/* If the copy is a transpose, returns the dimension along which the input is contiguous. Otherwise returns -1. In a
+ * transpose, the output is contiguous along its last dimension. */
 static int transposed_dim(const loop *l)
 {
     int last = l->ndim - 1;

@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Softmax, log-softmax and cross-entropy over rows of fp32, bf16 or fp16. This file is compiled once per instruction
  * set. A row is processed in blocks that fit into the first-level cache. For each block, the kernel first finds the
- * maximum. It then computes the exponentials relative to the largest value so far, and their sum. If the largest value
- * grows, the earlier sum is scaled. A row of up to KEEP elements keeps its exponentials in fp32, so that each
- * exponential is computed only once. If a row contains a NaN, its results are NaN. No result depends on the number of
- * threads, because rows are independent, and losses are added in fp64 in the order of the rows. */
+ * maximum. It then computes the exponentials relative to the largest value of all blocks so far, and adds them to the
+ * row's sum. If this block raises the largest value, the sum is first scaled to the new value. A row of up to KEEP
+ * elements keeps its exponentials in fp32, so that each exponential is computed only once. If a row contains a NaN, its
+ * results are NaN. No result depends on the number of threads, because rows are independent, and losses are added in
+ * fp64 in the order of the rows. */
 #define PS_ANY_LANES                    /* sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
-enum { BLOCK = 2048, KEEP = 1 << 16 };   /* BLOCK: number of elements in a block; KEEP: maximum size of a row whose
-                                          * exponentials are stored, which takes at most 256 KiB of stack */
+enum { BLOCK = 2048, KEEP = 1 << 16 };   /* BLOCK: number of elements in a block; KEEP: if a row has at most this number
+                                          * of elements, its exponentials are stored, in at most 256 KiB of stack */
 
-/* Computes e^x for x <= 0. It also works for larger x below 88. Splits x into n ln2 + r, and uses a polynomial of
- * degree 5 in r. The relative error is below 2e-7 for x > -20, and most of the sum of a softmax consists of terms in
- * this range. The result is 0 if x is below -86, and NaN if x is NaN. */
+/* Computes e^x for x < 88, and is most accurate for x <= 0. Splits x into n * ln2 + r, and uses a polynomial of degree
+ * 5 in r. The relative error is below 2e-7 for x > -20. The terms in this range make up most of the sum of a softmax.
+ * The result is 0 if x is below -86, and NaN if x is NaN. */
 SIMD vf exp_below(vf x)
 {
     const vf magic = vf_set(12582912.0f);                     /* adding 1.5 * 2^23 rounds to an integer */
@@ -32,10 +33,10 @@ SIMD vf exp_below(vf x)
     return (vf)(~(x < vf_set(-86.0f)) & (vi)y);
 #endif
 }
-/* Finds the largest of n values, m, with n > 0. Floats are compared as integers, so that the compiler can use vectors,
- * and so that bf16 and fp16 values need no conversion. The order of the integers is the order of the floats if the
- * lower bits of negative floats are inverted. NaN counts as the largest or the smallest value. The pragma is needed
- * because -O2 does not vectorise a loop of unknown length without it. */
+/* Sets m to the largest of n > 0 values. Floats are compared as integers, so that the compiler can use vectors, and so
+ * that bf16 and fp16 values need no conversion. If all bits of negative floats except the sign are inverted, the
+ * integers have the same order as the floats. A NaN counts as the largest or the smallest value, depending on its sign.
+ * The pragma is needed because -O2 does not vectorise a loop of unknown length without it. */
 #define PS_BLOCK_MAX(type, mask) \
     const type *p = (const type *)x + first; \
     type m = (type)(p[0] ^ ((p[0] < 0 ? -1 : 0) & mask)); \
@@ -68,8 +69,8 @@ SIMD float block_max(const void *x, int64_t first, int64_t n, int dtype)
     return dtype == PS_F32 ? block_max_f32(x, first, n) : block_max_half(x, first, n, dtype);
 }
 
-/* Prefetches 2 PAIR elements of the next block. Without this, memory would limit the speed of the search for the
- * maximum of the next block. */
+/* Prefetches 2 * PAIR elements of the next block. Otherwise memory would limit the speed at which the maximum of the
+ * next block is found. */
 SIMD void fetch_next(const void *x, int64_t i, int dtype)
 {
     __builtin_prefetch(ps_at(x, i + BLOCK, dtype));
@@ -78,7 +79,7 @@ SIMD void fetch_next(const void *x, int64_t i, int dtype)
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR / 2, dtype));
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR + PAIR / 2, dtype));
 }
-/* Returns the sum of e^(x - m) over n values. If `keep` is not NULL, stores the exponentials there in the order of
+/* Returns the sum of e^(x - m) over n values. If `keep` is not NULL, stores the exponentials in `keep`, in the order of
  * pairs. For fp32, `keep` can be x. */
 SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *keep, int dtype)
 {
@@ -110,13 +111,14 @@ SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *ke
 
 struct row {
     float max;                        /* largest element of the row, ignoring NaN */
-    float before;                     /* largest of the elements before element `at` of scan_row, ignoring NaN */
+    float before;                     /* largest of the elements before element `at`, an argument of scan_row; ignores
+                                       * NaN */
     double sum;                       /* sum of e^(x - max) */
-    float block_max[KEEP / BLOCK];    /* for each block, the maximum to which the block's stored exponentials are
-                                       * relative */
+    float block_max[KEEP / BLOCK];    /* for each block, the value m in the stored exponentials e^(x - m) of the
+                                       * block */
 };
-/* Scans a row. Finds its maximum and its sum. Also finds the largest of the elements before element `at`, unless `at`
- * is -1. */
+/* Computes the maximum and the sum of a row. Unless `at` is -1, also finds the largest of the elements before element
+ * `at`. */
 SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t at, int dtype)
 {
     float m = -INFINITY;
@@ -133,21 +135,21 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t
             if (w->sum > 0) w->sum *= exp((double)m - top);
             m = top;
         }
-        float base = m == -INFINITY ? 0.0f : m;              /* all elements so far are -infinity, so every base
-                                                              * yields zeros */
+        float base = m == -INFINITY ? 0.0f : m;              /* if all elements so far are -infinity, the exponentials
+                                                              * are 0 for every base */
         if (keep) w->block_max[first / BLOCK] = base;
         w->sum += block_exp(x, first, n, base, keep, dtype);
     }
     w->max = m;
 }
-/* Returns true if `logit` is the first of the largest elements of the row. The caller must have passed the position of
- * `logit` to scan_row. */
+/* Returns true if `logit` is the first of the row's largest elements. The caller must have passed the position of
+ * `logit` to scan_row as `at`. */
 SIMD bool is_hit(const struct row *w, float logit)
 {
     return logit == w->max && w->before < logit && w->sum == w->sum && logit < INFINITY;
 }
-/* Returns a factor for the stored exponentials of block b. Multiplied by it, they are relative to the maximum of the
- * row. */
+/* Returns the factor by which the stored exponentials of block b must be multiplied to make them relative to the
+ * maximum of the row. */
 static double block_factor(const struct row *w, int64_t b)
 {
     float base = w->block_max[b];
@@ -189,8 +191,8 @@ SIMD void row_exp(void *y, const void *x, int64_t V, float base, float factor, i
     if (i < V) exp_pair(y, x, i, V, m, f, dtype);
 }
 /* Computes y = softmax(x) * scale. y can be x. Returns the log-sum-exp of the row. `keep` is memory for V floats, or
- * NULL. For fp32 it can be y. If want >= 0, sets *at to element `want` of y in fp32, and *hit to true if this element
- * is the first of the largest. */
+ * NULL. For fp32, `keep` can be y. If want >= 0, sets *at to element `want` of y in fp32, and sets *hit to true if this
+ * element is the first of the largest elements. */
 SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float scale, int64_t want, float *at, bool *hit,
                         int dtype)
 {
@@ -273,8 +275,8 @@ SIMD void log_softmax_body(void *y, const void *x, int64_t V, int dtype)
 {
     struct row w;
     scan_row(&w, x, V, NULL, -1, dtype);
-    vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* subtracted in two steps, because x - max is exact where
-                                                              * this matters */
+    vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* subtracted one after the other, because x - max is exact
+                                                              * where this matters */
     int64_t i = 0;
     for (; i + PAIR <= V; i += PAIR) log_pair(y, x, i, i + PAIR, m, l, dtype);
     if (i < V) log_pair(y, x, i, V, m, l, dtype);
@@ -379,8 +381,8 @@ static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_in
     }
     return count;
 }
-/* Computes the log-sum-exp of a row, and whether `target` is a hit. A target of -1 is never a hit, and saves the
- * search for the elements before it. */
+/* Sets *lse to the log-sum-exp of a row. Sets *hit to true if `target` is the first of the row's largest elements. If
+ * target is -1, *hit is false, and the function saves the search for earlier elements of the same size. */
 SIMD void lse_row(const void *x, int64_t V, int64_t target, double *lse, bool *hit, int dtype)
 {
     struct row w;
@@ -419,7 +421,7 @@ static int cross_entropy(ps_call *call)
         if (a->reduction == 0) out[r] = (float)each[r];
         sum += each[r];
     }
-    /* the mean is 0 if all rows are ignored */
+    /* If all rows are ignored, the mean is 0. */
     if (a->reduction != 0) out[0] = (float)(a->reduction == 1 && count > 0 ? sum / (double)count : sum);
     if (a->want_hits && ps_has(&call->out[2])) {
         int64_t *told = call->out[2].data;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Layer norm and RMS norm for contiguous fp32, bf16 and fp16 tensors. This file is compiled once per instruction set.
- * All arithmetic is in fp32. A row is summed in 4 x 16 lanes in a fixed order. The sums over rows (dw, db) are computed
- * in blocks of ROW_BLOCK rows, and the sums of the blocks are added in order. Hence the bits depend neither on the
- * number of threads nor on the instruction set. Weights are copied to fp32 rows, which are padded with zeros to whole
- * pairs of vectors. */
+ * All arithmetic is in fp32. The sum of a row has 4 x 16 lanes, which are added in a fixed order. The sums over rows
+ * (dw, db) are computed for blocks of ROW_BLOCK rows, and the sums of the blocks are added in order. Hence the bits
+ * depend neither on the number of threads nor on the instruction set. Weights are copied to fp32 rows, which are padded
+ * with zeros to whole pairs of vectors. */
 #define PS_ANY_LANES                    /* sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
@@ -15,11 +15,11 @@ struct norm {
     double eps;
     const void *x, *dy, *add;         /* [rows, C] of type dtype; add can be NULL, or the same memory as dx */
     void *y, *dx;                     /* [rows, C] of type dtype; dx can be NULL */
-    const float *w, *b;               /* [Cp] in the order of pairs; zeros follow the C elements */
+    const float *w, *b;               /* [Cp] in the order of pairs; the elements after the first C are zero */
     float *mean, *rstd;               /* [rows]; both can be NULL in forward; mean is NULL for RMS norm */
     float *dw, *db;                   /* [blocks, Cp]; partial sums in the order of pairs */
-    float exists[PAIR];               /* for the last pair of a row: 1 for each element of the row, 0 after the end of
-                                       * the row */
+    float exists[PAIR];               /* for the last pair of a row: 1 for positions within the row, 0 for positions
+                                       * after the end of the row */
 };
 
 SIMD float row_sum(const void *x, int64_t C, int dtype)
@@ -70,7 +70,7 @@ SIMD float row_squares(const struct norm *n, const void *x, float mean, float *r
     return sum_lanes(s0);
 }
 
-/* Computes the elements [i, end) of a row. `end` is i + PAIR, except at the end of the row. */
+/* Computes the elements [i, end) of a row. `end` is i + PAIR, or smaller for the last elements of the row. */
 SIMD void out_block(const struct norm *n, void *y, const void *x, int64_t i, int64_t end, vf m, vf s, int dtype)
 {
     vp out[PARTS];
@@ -92,8 +92,8 @@ SIMD void forward_out(const struct norm *n, int64_t r, float mean, float rstd, i
     for (; i + PAIR <= C; i += PAIR) out_block(&at, y, x, i, i + PAIR, m, s, dtype);
     if (i < C) out_block(&at, y, x, i, C, m, s, dtype);
 }
-/* Computes up to GROUP rows. All rows complete a stage before the next stage begins, so that one row's sums overlap
- * another row's final additions. */
+/* Computes up to GROUP rows. All rows complete a stage before the next stage begins. The processor can thus add the
+ * lanes of one row while it sums another row. */
 SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dtype)
 {
     float mean[GROUP] = { 0 }, rstd[GROUP];
@@ -116,7 +116,7 @@ SIMD void forward_rows(const struct norm *n, int64_t first, int64_t last, int dt
 }
 
 /* -- backward: with g = dy * w, dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); RMS norm has no mean(g) ------- */
-/* A row in backward, and the values that all its elements share. */
+/* A row in backward, with the values that are the same for all elements of the row. */
 struct slope { const void *x, *dy, *add; const float *w; float *dw, *db; vf mean, rstd; };
 SIMD struct slope slope_of(const struct norm *n, int64_t r, float *dw, float *db, int dtype)
 {
@@ -130,8 +130,8 @@ SIMD void sums_block(const struct slope *s, int64_t i, int64_t end, vf *g0, vf *
     EACH_PART(j) {
         vp u = vp_row_get(s->x, i, end, j, 0.0f, dtype), d = vp_row_get(s->dy, i, end, j, 0.0f, dtype);
         vp w = vp_load(s->w + i, j);
-        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* u becomes xhat; d is 0 after the end of
-                                                                              * the row */
+        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* u becomes xhat; d is 0 for elements
+                                                                              * after the end of the row */
         w.a *= d.a, w.b *= d.b;
         g0[j] += w.a, g1[j] += w.b;
         gx0[j] = vf_fma(w.a, u.a, gx0[j]), gx1[j] = vf_fma(w.b, u.b, gx1[j]);
@@ -145,7 +145,7 @@ SIMD void sums_block(const struct slope *s, int64_t i, int64_t end, vf *g0, vf *
         }
     }
 }
-/* The first pass over a row. Computes the means of g and of g * xhat, and adds the row to dw and db. */
+/* The first pass over a row. Computes the mean of g and the mean of g * xhat, and adds the row's terms to dw and db. */
 SIMD void backward_sums(const struct norm *n, int64_t r, float *dw, float *db, float *mean_g, float *mean_gx, int dtype)
 {
     int64_t C = n->C, i = 0;
@@ -257,8 +257,7 @@ static int norm_forward(ps_call *call, int rms, double eps)
     return 0;
 }
 
-/* Sets out [C] to the sum of the partial sums [blocks, Cp], which are added in order. Overwrites the first partial
- * sum. */
+/* Adds the partial sums part [blocks, Cp] in order, and stores the sum in out [C]. Overwrites the first partial sum. */
 static void sum_blocks(ps_view *out, float *part, int64_t blocks, const struct norm *n)
 {
     for (int64_t k = 1; k < blocks; k++)

@@ -56,15 +56,15 @@ static inline void *ps_at(const void *p, int64_t i, int dtype)
 }
 
 /* -- pairs of sixteen lanes: 32 elements ----------------------------------------------------------------------------
- * Rows are processed in blocks of PAIR elements. A block has two vectors `a` and `b` of sixteen lanes each, for any
- * vector size of the machine. A block consists of PARTS parts. Part j has VL lanes of `a` and the same VL lanes of `b`,
- * starting at lane j * VL.
+ * Rows are processed in blocks of PAIR elements. A block has two vectors `a` and `b` of sixteen lanes each, whatever
+ * the machine's vector size is. A block consists of PARTS parts. Part j has the VL lanes of `a` and the VL lanes of `b`
+ * that start at lane j * VL.
  * A bf16 block is read as 16 words of two elements. `a` gets the even elements, which are the lower halves of the
- * words. `b` gets the odd elements. This costs half as much as widening the elements in order. For other types, `a`
+ * words. `b` gets the odd elements. This takes half of the time of widening the elements in order. For other types, `a`
  * gets the first 16 elements and `b` the next 16 elements. The order does not matter to kernels that treat all elements
  * in the same way.
- * pair_place returns the position of element i of a row in an fp32 row of pairs. Sums have an accumulator for each lane
- * of `a` and `b`, so the order of additions does not depend on the vector size. */
+ * pair_place returns the position of element i of a row in an fp32 row of pairs. A sum has one accumulator for each
+ * lane of `a` and of `b`, so the order of additions does not depend on the vector size. */
 enum { PAIR = 32, PARTS = 16 / VL };
 typedef struct vp { vf a, b; } vp;
 #define EACH_PART(j) _Pragma("GCC unroll 4") for (int j = 0; j < PARTS; j++)
@@ -81,9 +81,9 @@ SIMD vp vp_get(const void *p, int64_t i, int j, int dtype)
     memcpy(&u, (const uint16_t *)p + i + 2 * VL * j, sizeof u);
     return (vp){ (vf)(u << 16), (vf)(u & 0xffff0000u) };
 }
-/* Stores part j. bf16 values are rounded to nearest even without a check for NaN. This would turn some NaNs into
- * numbers: those whose upper bits are all ones and whose lower bits are not all zeros. Arithmetic on bf16 values and on
- * canonical NaNs never produces these NaNs. */
+/* Stores part j. bf16 values are rounded to nearest even without a check for NaN. The rounding would turn a NaN into a
+ * number if the upper bits of the NaN are all ones and the lower bits are not all zeros. Arithmetic on bf16 values and
+ * on canonical NaNs never produces such a NaN. */
 SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
 {
     if (dtype != PS_BF16) {
@@ -97,9 +97,9 @@ SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
     a |= b;
     memcpy((uint16_t *)p + i + 2 * VL * j, &a, sizeof a);
 }
-/* Load and store the end of a row, which has n < 32 elements and starts at element i. A load sets later elements to
- * `pad`. A store does not change memory after the row. The functions are not inlined, because they run at most once per
- * row. */
+/* Load and store the last n < 32 elements of a row, which start at element i. A load sets the elements after the end of
+ * the row to `pad`. A store does not change memory after the row. The functions are not inlined, because they run at
+ * most once per row. */
 static __attribute__((noinline, unused)) void vp_tail_get(vp *v, const void *p, int64_t i, int j, int dtype, int64_t n,
                                                           float pad)
 {
@@ -153,16 +153,16 @@ SIMD void vp_row_put(void *p, int64_t i, int64_t n, const vp *v, int dtype)
 SIMD vp vp_load(const float *p, int j) { return (vp){ vf_load(p + j * VL), vf_load(p + 16 + j * VL) }; }
 SIMD void vp_store(float *p, int j, vp v) { vf_store(p + j * VL, v.a), vf_store(p + 16 + j * VL, v.b); }
 
-/* Returns the sum of sixteen lanes. The upper half of the lanes is added to the lower half until one lane is left. All
- * sums use this order. */
+/* Returns the sum of sixteen lanes. The function adds the upper half of the lanes to the lower half, and repeats this
+ * until one lane is left. All sums use this order. */
 SIMD float sum_lanes(const vf *given)
 {
     vf s[PARTS];
     EACH_PART(j) s[j] = given[j];
     if (PARTS == 4) s[0] += s[PARTS / 2], s[PARTS / 4] += s[PARTS - 1];
     if (PARTS >= 2) s[0] += s[PARTS == 4 ? 1 : PARTS - 1];
-#if defined(__SSE2__)                          /* explicit, because GCC with -O2 would add lane by lane, through
-                                                * memory */
+#if defined(__SSE2__)                          /* written with intrinsics, because GCC with -O2 would add one lane at a
+                                                * time, through memory */
 #if defined(__AVX512F__)
     __m256 y = _mm256_add_ps(_mm512_castps512_ps256((__m512)s[0]), _mm512_extractf32x8_ps((__m512)s[0], 1));
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));

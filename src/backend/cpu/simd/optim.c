@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers that process lists of tensors in one pass over memory, sums of squares, and gradients that are stored
- * together with their sums of squares. This file is compiled once per instruction set. ref/optim.c has the formulas and
- * their sources.
- * Invariants: The update of an element depends only on that element. It uses explicit fused multiply-adds, IEEE
- * division and square root, and scalars that are computed once. It keeps denormals. Hence the bits are the same for
- * every instruction set and number of threads. An element is read before it is written, so operands can share memory
- * (for example master or grad with param). */
+ * Three groups of kernels: optimizers that process lists of tensors in one pass over memory, sums of squares, and
+ * copies of gradients that also compute their sums of squares. This file is compiled once per instruction set.
+ * ref/optim.c has the formulas and their sources.
+ * Invariants: The update of an element depends only on that element. The update uses explicit fused multiply-adds, IEEE
+ * division and square root, and scalars that are computed once per call. It keeps denormals. Hence the bits are the
+ * same for every instruction set and number of threads. An element is read before it is written, so operands can share
+ * memory (for example master and param, or grad and param). */
 #define PS_ANY_LANES                    /* sums of squares always have SUMS lanes */
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/simd/optim_list.h"
@@ -134,7 +134,8 @@ static int sgd(ps_call *call)
 }
 
 /* -- sums of squares --------------------------------------------------------------------------------------------- */
-/* Sums in fp64, in vectors of the machine's width. A group of 32 elements has one sum for each element. */
+/* Sums are computed in fp64, in vectors of the machine's width. There are SUMS sums. Each element of a group of 32
+ * elements is added to a different sum. */
 enum { SUMS = 32, VD = VL / 2 };
 typedef double vd __attribute__((vector_size(VD * 8)));
 
@@ -164,7 +165,8 @@ SIMD void unit_squares(const void *x, int64_t first, int64_t last, double *out, 
     for (; i + SUMS <= last; i += SUMS)
         _Pragma("GCC unroll 8")
         for (int k = 0; k < SUMS; k += VL) add_squares(vf_get(x, i + k, dtype), s + k / VD);
-    for (; i < last; i += 16)                                /* the remaining elements go to the first sixteen sums */
+    for (; i < last; i += 16)                                /* the remaining elements are added to the first sixteen
+                                                              * sums */
         _Pragma("GCC unroll 4")
         for (int k = 0; k < 16; k += VL) {
             int64_t n = last - i - k < VL ? last - i - k : VL;
@@ -225,7 +227,7 @@ static void store_unit(const ps_view *dst, const ps_view *src, int64_t first, in
     else PS_BY_VEC(src->dtype, convert_unit, dst->data, PS_F16, src->data, first, last);
 }
 /* Stores a gradient and its sum of squares, one unit at a time. The squares are computed from the stored values, which
- * are still in the cache. They are added as in sq_norms. */
+ * are still in the cache. The squares are added in the same order as in sq_norms. */
 static int grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];

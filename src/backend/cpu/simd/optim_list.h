@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Lists of tensors as one range of units, and masters that are kept as remainders, for the optimizers in optim.c and
- * update.c. The whole range is divided among the threads, so that a list of small tensors needs only one parallel
- * region. Include this header after operand.h. */
+ * Code that the optimizers in optim.c and update.c share: lists of tensors as one range of units, and access to
+ * masters, which can be stored as remainders. The whole range is divided among the threads, so that a list of small
+ * tensors needs only one parallel region. Include this header after operand.h. */
 #ifndef PS_CPU_OPTIM_LIST_H
 #define PS_CPU_OPTIM_LIST_H
 #include <omp.h>
@@ -21,7 +21,7 @@ struct item {
 struct work {
     int n;
     struct item item[PS_MAX_IN];
-    int64_t unit[PS_MAX_IN + 1];      /* first unit of each tensor, then the total number of units */
+    int64_t unit[PS_MAX_IN + 1];      /* the first unit of each tensor, followed by the total number of units */
 };
 static inline void count_units(struct work *w)
 {
@@ -29,8 +29,8 @@ static inline void count_units(struct work *w)
     for (int i = 0; i < w->n; i++) w->unit[i + 1] = w->unit[i] + (w->item[i].numel + UNIT - 1) / UNIT;
 }
 
-/* Fills w from groups of `each` inputs. A group has a param, a master, a grad and states, of any types. Returns false
- * if the kernels do not support an operand. */
+/* Fills w from groups of `each` inputs. A group consists of a param, a master, a grad and states. The states can have
+ * any type. Returns false if the kernels do not support an operand. */
 static inline bool collect_any(const ps_call *call, int each, struct work *w)
 {
     w->n = call->n_in / each;
@@ -50,8 +50,8 @@ static inline bool collect_any(const ps_call *call, int each, struct work *w)
     return true;
 }
 
-/* Like collect_any, but also checks the states. Each state must be the master, or it must have the type `dtype` and the
- * same number of elements as the parameter. Otherwise the function returns false. */
+/* Like collect_any, but also returns false if the kernels do not support a state. A state must be the master, or it
+ * must have the type `dtype` and the same number of elements as the parameter. */
 static inline bool collect_alike(const ps_call *call, int each, int dtype, struct work *w)
 {
     for (int i = 0; i + each <= call->n_in; i += each)
@@ -90,8 +90,8 @@ SIMD void vu_store_low(uint16_t *p, vu u)                /* stores the lower hal
 #endif
     memcpy(p, &h, sizeof h);
 }
-/* Load and store elements [i, i + VL) of the master. `form` is PS_REMAINDER, or the type of the parameter if it has an
- * fp32 master. */
+/* Load and store elements [i, i + VL) of the master. `form` is PS_REMAINDER if the item has remainders. If it has an
+ * fp32 master, `form` is the type of the parameter. */
 enum { PS_REMAINDER = 100 };
 SIMD vf master_get(const struct item *it, int64_t i, int form)
 {
@@ -157,8 +157,8 @@ static __attribute__((noinline, unused)) void tail_put(const struct tail *t, con
 }
 
 /* Defines NAME_span, a span_fn whose setting is a struct NAME *h. It calls NAME_at for VL elements at a time. For the
- * last elements, it calls NAME_at on a copy. first_nbytes and second_nbytes are the sizes in bytes of an element of the
- * two states, or 0 for an absent state. */
+ * last elements, it calls NAME_at on a copy. first_nbytes is the size in bytes of an element of the first state, and
+ * second_nbytes of the second state. The size is 0 if the state is absent. */
 #define PS_SPAN(name, first_nbytes, second_nbytes) \
     SIMD void name##_body(const struct name *h, const struct item *it, int64_t i, int64_t last, int form, \
                           int grad_dtype) \

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Packed weights: conversion of the numbers in blocks to floats, and dot products with fp32. The conversion computes
- * the same bits as base/blocks.c. A sum has 16 lanes. Number n of a row is added to lane n % 16, in the order of n. At
- * the end, the upper half of the lanes is added to the lower half until one lane is left. Hence the bits depend neither
- * on the instruction set nor on the number of rows of x. */
+ * Packed weights: conversion of packed numbers to floats, and dot products of packed weights with fp32 values. The
+ * conversion computes the same bits as base/blocks.c. A sum has 16 lanes. The product with element n of a row is added
+ * to lane n % 16, in the order of n. At the end, the upper half of the lanes is added to the lower half, which is
+ * repeated until one lane is left. Hence the bits depend neither on the instruction set nor on the number of rows of
+ * x. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/packed_blocks.h"
 
-enum { PART = 32 };                                  /* number of values that share their scales */
+enum { PART = 32 };                                  /* number of values in a part of a block; a part has its own
+                                                      * scales */
 
 /* Load VL adjacent bytes as unsigned or signed integers. */
 SIMD vi load_u8(const uint8_t *p)
@@ -32,11 +34,11 @@ SIMD vi load_i8(const uint8_t *p)
 #endif
 }
 
-/* The scales of 32 values. A value is d times an integer, plus or minus m. d[0] is for the first 16 values, d[1] for
- * the other 16 values. */
+/* The scales of 32 values. A value is d * q + m or d * q - m, where q is its integer. The first 16 values use d[0], and
+ * the other 16 values use d[1]. */
 typedef struct scales { float d[2], m; uint32_t high; } scales;
 
-/* `of_weight` contains the scales of a whole weight with double quantization. `number` is the number of the block in
+/* `of_weight` contains the scales of a whole weight with double quantization. `number` is the index of the block in
  * this weight. */
 SIMD scales scales_of(const uint8_t *s, int p, const float *of_weight, int64_t number, int T)
 {
@@ -62,8 +64,8 @@ SIMD scales scales_of(const uint8_t *s, int p, const float *of_weight, int64_t n
     return c;
 }
 
-/* Returns the integers [k, k + VL) of a block of type Q4_0 to Q5_1, without their fifth bit. s points to the integers
- * of the block. */
+/* Returns the lower four bits of the integers [k, k + VL) of a block of type Q4_0, Q4_1, Q5_0 or Q5_1. s points to the
+ * integers of the block. */
 SIMD vi nibbles(const uint8_t *s, int k)
 {
     vi q = load_u8(s + k % 16);
@@ -75,8 +77,8 @@ SIMD vi fifth_bits(uint32_t high, int k)
     return (vi)(((vu)vi_set((int)high) >> (vu)(lane + vi_set(k))) & (vu)vi_set(1)) << 4;
 }
 
-SIMD vf nf4_values(const uint8_t *s)                 /* reads VL / 2 bytes; the upper half of a byte has its first
-                                                      * value */
+SIMD vf nf4_values(const uint8_t *s)                 /* reads VL / 2 bytes; the first of a byte's two values is in its
+                                                      * upper half */
 {
 #if defined(__AVX512F__)
     const vi by = { 4, 0, 12, 8, 20, 16, 28, 24, 4, 0, 12, 8, 20, 16, 28, 24 };
@@ -125,7 +127,7 @@ SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
     }
 }
 
-/* Runs body(.., T), where T is a constant for the type. T is -1 if base/blocks.c must unpack the blocks. */
+/* Runs body(.., T), where T is a constant for the type. T is -1 for the types whose blocks base/blocks.c unpacks. */
 #define BY_TYPE(type, body, ...) \
     do { \
         switch (type) { \
@@ -155,8 +157,8 @@ SIMD void unpack_block(const ps_blocks *b, const uint8_t *s, const float *of_wei
 /* Returns true if a block of this type has at most 16 different values. */
 SIMD bool has_16_values(int T) { return T == PS_Q4_0 || T == PS_Q4_1 || T == PS_NF4 || T == PS_NF4_DOUBLE; }
 
-/* Like unpack_block, but unpacks to bf16. It rounds the 16 values that a block can contain, and looks each number up
- * among them. */
+/* Like unpack_block, but unpacks to bf16. It rounds the 16 values that a block can contain once, and then uses them as
+ * a table. */
 SIMD void unpack_16_values(const ps_blocks *b, const uint8_t *s, const float *of_weight, int64_t number, uint16_t *out,
                            int T)
 {
@@ -171,7 +173,7 @@ SIMD void unpack_16_values(const ps_blocks *b, const uint8_t *s, const float *of
     __m512i table = _mm512_castsi256_si512(rounded), at;
     for (int k = 0; k < b->block; k += 32) {
         __m128i q = _mm_loadu_si128((const __m128i *)(s + b->bytes - b->block / 2 + k / 2));
-        if (nf4) {                                   /* the upper half of a byte has its first value */
+        if (nf4) {                                   /* the first of a byte's two values is in its upper half */
             __m512i wide = _mm512_cvtepu8_epi32(q);
             at = _mm512_or_si512(_mm512_srli_epi32(wide, 4), _mm512_slli_epi32(wide, 16));
             at = _mm512_and_si512(at, _mm512_set1_epi16(15));
@@ -212,7 +214,8 @@ void PS_ISA_FN(ps_cpu_unpack)(int type, const uint8_t *blocks, int64_t n, const 
 }
 
 /* -- dot products -------------------------------------------------------------------------------------------------- */
-/* Computes out [LINES] = x [K] times LINES rows of the matrix. The rows are n, n + apart, and so on. */
+/* Multiplies x [K] by LINES rows of the matrix, and stores the products in out [LINES]. The rows are n, n + apart, and
+ * so on. */
 SIMD void fused(float *out, const float *x, const ps_packed_matrix *m, int64_t n, int64_t apart, const ps_blocks *b,
                 int64_t blocks, int T)
 {
@@ -240,7 +243,7 @@ SIMD void fused(float *out, const float *x, const ps_packed_matrix *m, int64_t n
     for (int i = 0; i < LINES; i++) out[i] = sum_lanes(s[i]);
 }
 
-/* Like fused, but for one row n of the matrix and M rows of x. Each block is unpacked only once. */
+/* Like fused, but multiplies row n of the matrix by M rows of x. Each block of the matrix row is unpacked only once. */
 SIMD void several(float *out, const float *x, int64_t M, const ps_packed_matrix *m, int64_t n, const ps_blocks *b,
                   int64_t blocks, int T)
 {
@@ -266,7 +269,7 @@ SIMD void several(float *out, const float *x, int64_t M, const ps_packed_matrix 
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Computes the products with `most` rows of the matrix, starting at row n0. Reads the rows as LINES streams of
+/* Multiplies x by at most `most` rows of the matrix, starting at row n0. Reads these rows as LINES streams of
  * consecutive rows. */
 SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, int64_t M, float *c, int64_t n0,
                 int64_t most, int T)

@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Dot products of packed weights with 8-bit activations. The method is that of llama.cpp's kernels (ggml_vec_dot). One
- * difference is that activations have one fp32 scale for each 32 values, for all types of weights.
- * A part of 32 weights has 8 integer sums of 4 products each. The integer sums are exact. Part j of a row multiplies
- * its sums by the scales, and adds them to 8 of 16 lanes, starting at lane j % 2 * 8. The parts are added in the order
- * of j. At the end, the upper half of the lanes is added to the lower half until one lane is left. Hence the bits do
- * not depend on the instruction set, on threads, or on the number of rows of x. */
+ * Dot products of packed weights with 8-bit activations. llama.cpp's kernels (ggml_vec_dot) use the same method, with
+ * one difference: here activations have one fp32 scale for each 32 values, for all types of weights.
+ * A part of 32 weights has 8 integer sums of 4 products each. The integer sums are exact. The 8 sums of part j of a row
+ * are multiplied by the scales, and are added to 8 of 16 lanes, starting at lane j % 2 * 8. The parts are added in the
+ * order of j. At the end, the upper half of the lanes is added to the lower half, which is repeated until one lane is
+ * left. Hence the bits do not depend on the instruction set, on the number of threads, or on the number of rows of
+ * x. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/packed_blocks.h"
 
 enum { PART = PS_INT8_PART };
 
 /* -- activations --------------------------------------------------------------------------------------------------- */
-/* Rounds a part of x to q = x / d, to nearest even, with |q| <= 127. sums[l] is the sum of the four elements of q that
- * start at q[4 l]. d is NaN if an element of x is not finite. */
+/* Converts a part of x to integers q = x / d, rounded to nearest even, with |q| <= 127. sums[l] is the sum of the four
+ * elements of q that start at q[4 l]. d is NaN if an element of x is not finite. */
 static void round_part(const float *x, ps_int8_part *out)
 {
     vf most = vf_zero(), odd = vf_zero();
@@ -26,7 +27,7 @@ static void round_part(const float *x, ps_int8_part *out)
     vf_store(lanes, most);
     vf_store(strange, odd);
     for (int i = 0; i < VL; i++) largest = lanes[i] > largest ? lanes[i] : largest, nan += strange[i];
-    if (nan != 0 || largest < 1e-36f) {              /* for smaller values, 127 / largest could be infinite */
+    if (nan != 0 || largest < 1e-36f) {              /* if `largest` were smaller, 127 / largest could be infinite */
         memset(out->q, 0, sizeof out->q);
         memset(out->sums, 0, sizeof out->sums);
         out->d = nan;                                /* d is NaN or 0 */
@@ -49,15 +50,14 @@ void PS_ISA_FN(ps_cpu_round_int8)(const float *x, int64_t parts, ps_int8_part *o
 }
 
 /* -- 32 weights ---------------------------------------------------------------------------------------------------- */
-/* u8x32 has 32 bytes. i32x8 has 8 sums. Each sum is over 4 products of adjacent bytes. */
+/* u8x32 contains 32 bytes. i32x8 contains 8 sums, each of the products of 4 adjacent bytes. */
 #if defined(__AVX2__)
 typedef __m256i u8x32;
 typedef __m256i i32x8;
 SIMD u8x32 u8_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 SIMD u8x32 u8_and(u8x32 a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((char)mask)); }
 SIMD u8x32 u8_or(u8x32 a, u8x32 b) { return _mm256_or_si256(a, b); }
-#define u8_right(a, n) _mm256_srli_epi16(a, n)       /* also shifts bits of the next byte into each byte from the
-                                                      * left */
+#define u8_right(a, n) _mm256_srli_epi16(a, n)       /* each byte is also filled with bits of the next byte */
 #define u8_left(a, n) _mm256_slli_epi16(a, n)
 SIMD u8x32 u8_nibbles(const uint8_t *p)              /* returns the lower halves of 16 bytes, then their upper halves */
 {
@@ -72,7 +72,7 @@ SIMD u8x32 u8_bits(uint32_t bits)                    /* byte k is 255 if bit k i
     __m256i all = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), from), bit);
     return _mm256_cmpeq_epi8(all, bit);
 }
-SIMD i32x8 dot_unsigned(u8x32 w, const int8_t *x)    /* w must be at most 127 */
+SIMD i32x8 dot_unsigned(u8x32 w, const int8_t *x)    /* the elements of w must be at most 127 */
 {
     __m256i pairs = _mm256_maddubs_epi16(w, _mm256_loadu_si256((const __m256i *)x));
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -84,7 +84,7 @@ SIMD i32x8 dot_signed(u8x32 w, const int8_t *x)
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 SIMD i32x8 sums_load(const int32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
-SIMD i32x8 sums_less(i32x8 a, i32x8 b, int by)       /* returns a - by b, where `by` is a power of two */
+SIMD i32x8 sums_less(i32x8 a, i32x8 b, int by)       /* returns a - by * b, where `by` is a power of two */
 {
     return _mm256_sub_epi32(a, _mm256_slli_epi32(b, __builtin_ctz((unsigned)by)));
 }
@@ -157,7 +157,8 @@ SIMD void add_halves(vf acc[W], int first, i32x8 s, float d, float e)
 #endif
 }
 
-/* The weights of a part are d (q - zero) + m. In Q6_K, d applies to the first 16 weights, and e to the other 16. */
+/* The weights of a part are d * (q - zero) + m. In Q6_K, the factor of the first 16 weights is d, and the factor of the
+ * other 16 weights is e. */
 typedef struct part { u8x32 q; float d, e, m; } part;
 
 SIMD part part_of(const uint8_t *s, int p, int T)
@@ -206,8 +207,8 @@ SIMD void add_part(vf acc[W], int first, part r, const ps_int8_part *x, int T)
 }
 
 /* -- rows ---------------------------------------------------------------------------------------------------------- */
-/* Adds products to acc. The products are those of one block in each of `lines` rows of w with the parts of x that
- * belong to the block. The rows are `apart` bytes apart. `first` is the lane of acc for the first part of the block. */
+/* For each of `lines` rows of w, multiplies one block of the row by the matching parts of x and adds the products to
+ * acc. The rows are `apart` bytes apart. `first` is the lane of acc for the first part of the block. */
 SIMD void block_of_lines(vf acc[LINES][W], int lines, const uint8_t *w, int64_t apart, int64_t next,
                          const ps_int8_part *x, int first, int T)
 {
@@ -221,7 +222,7 @@ SIMD void block_of_lines(vf acc[LINES][W], int lines, const uint8_t *w, int64_t 
     }
 }
 
-/* Computes out [lines] = x [K] times `lines` rows of w. */
+/* Multiplies x [K] by `lines` rows of w, and stores the products in out [lines]. */
 SIMD void fused(float *out, int lines, const ps_int8_part *x, const uint8_t *w, int64_t apart, int64_t next,
                 const ps_blocks *b, int64_t blocks, int T)
 {
@@ -241,7 +242,7 @@ SIMD void fused(float *out, int lines, const ps_int8_part *x, const uint8_t *w, 
     for (int i = 0; i < lines; i++) out[i] = sum_lanes(acc[i]);
 }
 
-/* Computes the products with `most` rows of the matrix, starting at row n0. Reads the rows as LINES streams of
+/* Multiplies x by at most `most` rows of the matrix, starting at row n0. Reads these rows as LINES streams of
  * consecutive rows. */
 SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const ps_int8_part *x, int64_t M, float *c, int64_t n0,
                 int64_t most, int T)
@@ -260,7 +261,7 @@ SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const ps_int8_par
     }
 }
 
-/* Runs body(.., T), where T is a constant for the type. ps_blocks_int8 must accept the type. */
+/* Runs body(.., T), where T is a constant for the type. ps_blocks_int8() must return true for the type. */
 #define BY_TYPE(type, body, ...) \
     do { \
         switch (type) { PS_INT8_CASES(body, __VA_ARGS__) } \

@@ -1,20 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Reductions, running sums and topk. Sums are computed in fp32 over blocks of a fixed size, and the sums of the blocks
- * are added in order. Along a row, they are added in double. Hence the bits depend neither on the number of threads nor
- * on the instruction set. Kernels exist for two layouts. In the layout of rows, the reduced dimension is contiguous. In
- * the layout of columns, the kept dimension is contiguous, as in the gradient of a bias. Tensors of other layouts are
- * first copied into rows. ref computes the reductions of integers that this file does not support. */
+ * are added in order. If the blocks are parts of a row, their sums are added in double. Hence the bits depend neither
+ * on the number of threads nor on the instruction set. Kernels exist for two layouts. In the row layout, the reduced
+ * dimension is contiguous. In the column layout, the kept dimension is contiguous, as in the gradient of a bias.
+ * Tensors with another layout are first copied into rows. ref computes the reductions of integers that this file does
+ * not support. */
 #define PS_ANY_LANES                    /* a row's sums always have sixteen lanes (operand.h) */
 #include "backend/cpu/simd/operand.h"
 
 enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, COLUMN_GROUP = 8, PANEL = 64 };
-enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* LANES: number of sums in a row; ABREAST: number of adjacent
-                                                     * vectors of columns */
+enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* LANES: number of sums of a row; ABREAST: number of adjacent
+                                                     * vectors of columns that are reduced together */
 typedef enum reducer { SUM, MAX, MIN } reducer;
 
-/* A reduction in the form that the kernels process. It has `outer` kept dimensions with any strides, then n reduced
- * elements that are `stride` elements apart, then `cols` contiguous kept elements. If cols is 1, the reduction is one
- * of rows, and the stride is 1. The result is row-major [rows, cols]. */
+/* A reduction in the form that the kernels process. The first `outer` dimensions are kept and have any strides. The
+ * next dimension is reduced and has n elements, which are `stride` elements apart. The last dimension is kept and has
+ * `cols` contiguous elements. If cols is 1, the reduction has the row layout, and stride is 1. The result is row-major
+ * [rows, cols]. */
 typedef struct plan {
     const char *data;
     int dtype, outer;
@@ -43,7 +45,8 @@ static dims merged_dims(const ps_view *x, uint32_t bits)
     return m;
 }
 
-/* Copies x to workspace as a row-major [rows, n]. The kept dimensions become the first dimension. */
+/* Copies x to workspace, in row-major order and with the shape [rows, n]. The kept dimensions become the first
+ * dimension. */
 static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
 {
     ps_view src = *x, dst;
@@ -66,7 +69,7 @@ static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
     return PS_OK;
 }
 
-/* Makes a plan. x must have elements. Set only_rows if the caller has no kernel for columns. */
+/* Makes a plan. x must not be empty. Set only_rows if the caller has no kernel for the column layout. */
 static int plan_make(ps_call *call, const ps_view *x, uint32_t bits, bool only_rows, plan *p)
 {
     dims m = merged_dims(x, bits);
@@ -114,8 +117,8 @@ SIMD float combine_1(float a, float b, reducer op)
     if (a != a || b != b) return NAN;
     return op == MAX ? (a > b ? a : b) : (a < b ? a : b);
 }
-/* Reduces sixteen lanes to one lane. The upper half of the lanes is combined with the lower half until one lane is
- * left. */
+/* Reduces sixteen lanes to one lane. Combines the upper half of the lanes with the lower half, and repeats this until
+ * one lane is left. */
 SIMD float horizontal(const vf *v, reducer op)
 {
     if (op == SUM) return sum_lanes(v);
@@ -147,8 +150,8 @@ SIMD float row_block(const void *x, int64_t n, reducer op, int T)
     return horizontal(acc[0], op);
 }
 
-/* Reduces n rows to one row, over `cols` <= PANEL columns. The rows are `stride` elements apart. They are added in
- * groups of COLUMN_GROUP, so that no sum adds many terms one by one. The error is below two ulp. */
+/* Reduces n rows to one row, over `cols` <= PANEL columns. The rows are `stride` elements apart. The rows are added in
+ * groups of COLUMN_GROUP rows, so that no sum adds many terms one by one. The error is below two ulp. */
 SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float *out, reducer op, int T)
 {
     vf none = vf_set(neutral(op));
@@ -265,7 +268,7 @@ static int reduce_columns(ps_call *call, const plan *p, reducer op, float *resul
 }
 
 /* Computes y = result / divisor, or adds result / divisor to y. Replaces every NaN by the canonical NaN, because the
- * sum of two NaNs depends on their order, and the compiler chooses this order. */
+ * bits of the sum of two NaNs depend on the order of the operands, which the compiler chooses. */
 static void finish(const ps_view *y, const float *result, float divisor, bool accumulate)
 {
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
@@ -377,8 +380,8 @@ static int int_sum(ps_call *call, uint32_t bits, bool accumulate)
     return PS_OK;
 }
 
-/* Reduces booleans. If `all` is set, the result is true if all elements of a row are true. Otherwise it is true if at
- * least one element is true. */
+/* Reduces booleans. If `all` is set, the result is true if all reduced elements are true. Otherwise the result is true
+ * if at least one of them is true. */
 static int bool_extreme(ps_call *call, uint32_t bits, bool all)
 {
     const ps_view *x = &call->in[0], *y = &call->out[0];
@@ -497,7 +500,7 @@ static int argmax(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argm
 static int argmin(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmin *)call->attrs)->dim, MIN); }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* Multiplies n rows of `inner` elements. The product y has `inner` elements. `half` is memory for n / 2 rows. */
+/* Multiplies n rows elementwise. A row, like the product y, has `inner` elements. `half` is memory for n / 2 rows. */
 #define PROD(type) \
     static void prod_##type(const type *x, int64_t n, int64_t inner, type *half, type *y) \
     { \
@@ -564,7 +567,8 @@ static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, i
     }
 }
 
-enum { INSERTED = 64, SORT_BITS = 11 };            /* for k above INSERTED, insertion is slower than sorting */
+enum { INSERTED = 64, SORT_BITS = 11 };            /* if k is larger than INSERTED, sorting the row is faster than
+                                                    * insertion */
 typedef struct sorted { uint32_t key; int32_t place; } sorted;
 
 /* Returns a key that decreases as the value increases. The key of NaN is 0. +0 and -0 have the same key. */
@@ -577,8 +581,8 @@ static inline uint32_t descending(float f)
     return bits >> 31 ? bits : ~bits & 0x7fffffffu;
 }
 
-/* Sorts a row in descending order. Equal elements keep their order. a and b have n entries each. Returns the one that
- * contains the result. */
+/* Sorts a row in descending order. Equal elements keep their order. a and b have n entries each. Returns a or b,
+ * depending on which one contains the result. */
 static const sorted *sort_row(const char *x, int64_t n, int dtype, sorted *a, sorted *b)
 {
     enum { KEYS = 1 << SORT_BITS, PASSES = 3 };
@@ -816,8 +820,9 @@ static int cumsum(ps_call *call)
     return PS_OK;
 }
 
-/* -- running products: of floats in double, each result rounded once ---------------------------------------------- */
-/* Compute panels of w <= PROD_COLUMNS adjacent columns of [n, cols]. `later` is memory for n rows of w doubles. */
+/* -- running products: products of floats are computed in double, and each result is rounded once ----------------- */
+/* Compute running products and their gradients for w <= PROD_COLUMNS adjacent columns of [n, cols]. `later` is memory
+ * for n rows of w doubles. */
 enum { PROD_COLUMNS = 16 };
 #define CUMPROD(T, A) \
     static void cumprod_##T(const T *x, T *y, int64_t n, int64_t cols, int w) \
@@ -952,8 +957,8 @@ static int var(ps_call *call)
     return PS_OK;
 }
 
-/* -- median: the digits of the element at a rank, from the top, by counts of each digit ---------------------------- */
-/* Returns an integer for a number. The integers have the same order as the numbers. */
+/* -- median: finds the digits of the element at a rank, beginning with the highest digit, by counting digits ------- */
+/* Returns an integer for the number x. The integers of two numbers have the same order as the numbers. */
 static uint32_t ordered(float x)
 {
     uint32_t u;
@@ -1051,7 +1056,7 @@ static int cdist(ps_call *call)
     return PS_OK;
 }
 
-/* Sets dx [D] to the sum of (x - y[m]) * slope[m * step] over the M rows of y. */
+/* Sets dx [D] to the sum over the M rows of y of (x - row m) * slope[m * step]. */
 SIMD void pull(float *dx, const float *x, const float *y, const float *slope, int64_t step, int64_t M, int64_t D)
 {
     for (int64_t k = 0; k < D; k += VL) {

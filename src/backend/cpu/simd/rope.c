@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rotary position embedding. It is computed in one pass over x, row by row in the order of memory. */
+ * Rotary position embedding. It is computed in one pass over x. The rows are processed in the order in which they are
+ * in memory. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 
-/* Rotates a row of D elements. Each pair (d, d + half) is rotated by an angle. The cosine of the angle is c[d], and its
- * sine is s[d] times sign. */
+/* Rotates the pairs of elements (d, d + half) of a row of D elements. The angle of pair d has the cosine c[d] and the
+ * sine sign * s[d]. */
 SIMD void turn_row(int dtype, const char *x, char *y, const float *c, const float *s, float sign, int64_t half,
                    int64_t D)
 {

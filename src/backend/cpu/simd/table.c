@@ -13,7 +13,8 @@
 
 enum { COLUMNS = 512, RADIX_BITS = 11, ZERO_CHUNK = 1 << 18 };
 
-/* Returns true if w [V, C] has row v. v is counted from the first row of w. */
+/* Returns true if w [V, C] has a row v. w can be a part of a larger table. v is relative to the first row of this
+ * part. */
 static bool is_own(int64_t v, int64_t V) { return v >= 0 && v < V; }
 static bool index_usable(const ps_view *v) { return ps_is_index(v) && view_flat(v); }
 
@@ -37,7 +38,7 @@ static inline int64_t number(const void *index, bool wide, int64_t i)
         else PICK_N(type, false, step, move); \
     } while (0)
 
-/* Sets to[i] = from[index[i] * step + i * move] for n elements. Each element has `size` bytes. */
+/* Sets to[i] = from[index[i] * step + i * move] for i from 0 to n - 1. Each element has `size` bytes. */
 static void pick(void *to, const void *from, const void *index, bool wide, int64_t n, int64_t step, int64_t move,
                  int64_t size)
 {
@@ -82,8 +83,8 @@ static int embedding(ps_call *call)
 /* -- gradient of the embedding ----------------------------------------------------------------------------------- */
 typedef struct entry { int64_t row, position; } entry;
 
-/* Sorts n entries by their row, which must be less than `rows`. Each pass sorts by RADIX_BITS bits. Entries with equal
- * rows keep their order. Returns a or b, depending on which one contains the result. */
+/* Sorts n entries by their row, which must be less than `rows`. Each pass sorts by RADIX_BITS bits of the row. Entries
+ * with equal rows keep their order. Returns a or b, depending on which one contains the result. */
 static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
 {
     for (int shift = 0; shift < 63 && (rows - 1) >> shift > 0; shift += RADIX_BITS) {
@@ -96,7 +97,7 @@ static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
     }
     return a;
 }
-/* Writes zeros. If the machine can, it bypasses the caches, because the zeros are not read soon. */
+/* Writes zeros. If the machine supports it, the writes bypass the caches, because the zeros are not read soon. */
 static void zero_bytes(char *p, size_t nbytes)
 {
 #if defined(__SSE2__)
@@ -185,7 +186,7 @@ static int embedding_backward(ps_call *call)
     return 0;
 }
 
-/* The op flat_index for one contiguous index tensor. It adds the size to negative indices. */
+/* The op flat_index for one contiguous index tensor. It adds the size of the dimension to negative indices. */
 static int flat_index(ps_call *call)
 {
     const struct ps_attrs_flat_index *a = call->attrs;
@@ -201,7 +202,7 @@ static int flat_index(ps_call *call)
     return bad ? PS_EUNSUP : 0;                    /* ref raises the error, which contains the index */
 }
 
-/* -- gather and scatter, where only the indexed dimension's size differs ------------------------------------------- */
+/* -- gather and scatter, if x and index have the same shape except in the indexed dimension ------------------------ */
 /* x is [outer, size, inner]. index is [outer, n, inner], or [outer, n] if `whole` is set. */
 struct along { int64_t outer, n, inner, size; bool whole; };
 
@@ -253,7 +254,7 @@ static int gather(ps_call *call)
     return 0;
 }
 
-/* The data of a scatter. A columns function processes the columns [first, last) of one outer index o. It processes the
+/* The operands of a scatter. The functions *_columns process the columns [first, last) of the outer index o, and the
  * elements of `index` in order. */
 struct scatter {
     struct along a;
@@ -265,7 +266,7 @@ struct scatter {
     int dtype;
 };
 
-/* Returns the position in `to` of an element. The element has the outer index o, the index j in `index`, and the column
+/* Returns the position in `to` of the element that has the outer index o, the position j along `index`, and the column
  * c. */
 static inline int64_t place(const struct scatter *s, bool wide, int64_t o, int64_t j, int64_t c)
 {
@@ -329,8 +330,8 @@ static void put_columns(const struct scatter *s, int64_t o, int64_t first, int64
     else PUT_ALL(uint64_t);
 }
 
-/* The gradient of put_columns. It processes the index in reverse order. For each element, it copies the value at the
- * element's position to src, and then sets the position to 0. */
+/* The gradient of put_columns. It processes the elements of `index` in reverse order. For each of them, it copies the
+ * value at the element's position in `to` to src, and then sets this value in `to` to 0. */
 static void take_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
 {
     if (s->size == 2) TAKE_ALL(uint16_t)
@@ -340,7 +341,7 @@ static void take_columns(const struct scatter *s, int64_t o, int64_t first, int6
 
 enum { SCATTER_COLUMNS = 1024, COPY_CHUNK = 1 << 16 };
 
-/* Copies x to `to` if they are different tensors. Then calls fn for all outer indices and columns. */
+/* Copies x to s->to, unless both are the same memory. Then calls fn for all outer indices and columns. */
 static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
                        void (*fn)(const struct scatter *, int64_t, int64_t, int64_t))
 {
@@ -372,7 +373,8 @@ static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
     return 0;
 }
 
-/* Initializes s from x, index, src and the result y. Returns PS_EUNSUP or an error if they do not fit together. */
+/* Initializes s from x, index, src and the result y. Returns PS_EUNSUP or an error if the shapes or types of these
+ * tensors do not match. */
 static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index, const ps_view *src, const ps_view *y,
                       int dim)
 {
@@ -384,7 +386,7 @@ static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index,
     return ps_check_indices(index, s->a.size);
 }
 
-/* Supports fp32 and integers. ref computes the other types, for which it rounds after each addition. */
+/* Supports fp32 and integers. ref computes the other types, and rounds after each addition. */
 static int scatter_add(ps_call *call)
 {
     const ps_view *x = &call->in[0], *src = &call->in[2];
@@ -610,7 +612,8 @@ static int masked_scatter(ps_call *call)
     return 0;
 }
 
-/* x as [outer, n, inner], where n is the size of the dimension of unfold, and y as [outer, count, inner, size]. */
+/* The shapes of unfold's operands: x is [outer, n, inner], where n is the size of the unfolded dimension, and y is
+ * [outer, count, inner, size]. */
 struct windows { int64_t outer, n, inner, count; };
 static struct windows windows_of(const ps_view *x, int dim, int64_t size, int64_t step)
 {
@@ -644,7 +647,7 @@ static int unfold(ps_call *call)
     return 0;
 }
 
-/* Supports fp32. ref computes bf16 and fp16, for which it rounds only once. */
+/* Supports fp32. ref computes bf16 and fp16, and rounds only once. */
 static int unfold_backward(ps_call *call)
 {
     const struct ps_attrs_unfold_backward *a = call->attrs;

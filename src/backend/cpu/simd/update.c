@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The optimizers that are not in optim.c, and masters that are kept as remainders. This file is compiled once per
- * instruction set. ref/update.c has the formulas and their sources. The invariants of optim.c hold here as well. */
+ * instruction set. ref/update.c has the formulas and their sources. The invariants of optim.c also apply to this
+ * file. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/simd/optim_list.h"
@@ -118,8 +119,8 @@ SIMD void adamw_step(const struct adamw *h, vf g, vf *p, vf *m, vf *v)
     *p = vf_fma(vf_set(-h->step), *m / vf_fma(vf_sqrt(*v), vf_set(h->inv), vf_set(h->eps)), *p);
 }
 
-/* Stores x as bf16 with stochastic rounding. It adds the lower half of each lane of `random` below the last bit of the
- * bf16 value. */
+/* Stores x as bf16 with stochastic rounding. Adds the lower half of each lane of `random` to the 16 bits of x below the
+ * last bit of bf16, and truncates. */
 SIMD void put_random(void *to, int64_t i, vf x, vu random)
 {
     vu u = (vu)x, special = (vu)((vi)(u & 0x7fffffffu) >= vi_set(0x7f800000));
@@ -144,8 +145,8 @@ static __attribute__((noinline)) void adam_bf16_tail(const struct adamw *h, cons
     adam_bf16_at(h, &t.it, 0, random, form, grad_dtype);
     tail_put(&t, it, i, n, nbytes);
 }
-/* A counter yields four random words. They are used for elements that are 16 apart, so that no vector size wastes a
- * word. 16 counters serve 64 elements. */
+/* A counter yields four random words. The four words are used for elements that are 16 apart, so that no vector size
+ * wastes a word. 16 counters yield the words of 64 elements. */
 SIMD void adam_bf16_body(const struct adamw *h, const struct item *it, int64_t first, int64_t last, int form,
                          int grad_dtype)
 {
@@ -179,7 +180,7 @@ static int adam_bf16(ps_call *call)
 static ps_codes plain_codes, signed_codes;             /* filled once, before kernels run */
 
 /* Updates VL elements. Reads the codes and scales of exp_avg and exp_avg_sq. Writes the new averages to `mean` and
- * `square`, and updates their largest magnitudes. */
+ * `square`, and updates the averages' largest magnitudes in `most`. */
 SIMD void adam8bit_at(const struct adamw *h, const struct item *it, int64_t i, const uint8_t *const codes[2],
                       const float scale[2], float *mean, float *square, vi most[2], int form, int grad_dtype)
 {
