@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention: y = dropout(softmax(scale q k^T)) v. It is computed one head at a time, with a whole row of weights in
- * memory. The packed ops make views of q, k and v in qkv [B, T, 3C]. Backward computes the weights again in double. It
- * does not read the saved y and lse, because they may be rounded. */
+ * Attention: y = dropout(softmax(scale q k^T)) v. It is computed one head at a time, with all weights of a query in
+ * memory. The packed ops use views of q, k and v in qkv [B, T, 3C]. Backward computes the weights again in double. It
+ * does not read the saved y and lse, because their values may be rounded. */
 #include "ref.h"
 #include "base/blocks.h"
 
@@ -15,7 +15,7 @@ struct attention {
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
-    int64_t first_head;                /* the first head of this rank if ranks share out the heads */
+    int64_t first_head;                /* the first head of this rank, if the heads are divided among ranks */
 };
 
 #define ATTENTION_SET(t, a)                                                                           \
@@ -37,7 +37,8 @@ static void set_sizes(struct attention *t)
     t->group = t->k.shape[1] > 0 ? t->H / t->k.shape[1] : 1;
 }
 
-/* Returns the number that the mask adds to the score of key j. For a bool mask this is 0 or -infinity. */
+/* Returns the number that the mask adds to the score of query i and key j. If the mask is bool, the number is 0 or
+ * -infinity. */
 static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     const ps_view *m = &t->mask;
@@ -49,8 +50,8 @@ static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, i
     return x <= -1e30 ? -INFINITY : x;
 }
 
-/* The first and the last position of the segment that contains a position i. In padding, first is i and last is i - 1.
- * Without segments, a run has all keys. */
+/* The first and the last position of the segment that contains a position i. If i is padding, first is i and last is i
+ * - 1. If there are no segments, the run contains all keys. */
 struct run { int64_t first, last; };
 
 static struct run run_of(const struct attention *t, int64_t b, int64_t i)
@@ -67,8 +68,8 @@ static struct run run_of(const struct attention *t, int64_t b, int64_t i)
     return r;
 }
 
-/* Finds the first and the last key that query i sees by causal order, window and segments. The mask can hide keys
- * between them. */
+/* Finds the first and the last key that causal order, window and segments allow query i to see. The mask can hide some
+ * of the keys from *first to *last. */
 static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *first, int64_t *last)
 {
     int64_t at = i + t->S - t->T;
@@ -106,8 +107,8 @@ static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, 
     return top + log(sum);
 }
 
-/* Returns the factor of dropout for weight (i, j). A segment counts as a sample of its own, and r has the positions of
- * the segment. */
+/* Returns the dropout factor of weight (i, j). A segment counts as a sample of its own. r is the range of the segment's
+ * positions. */
 static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j, struct run r)
 {
     if (t->p <= 0) return 1;
@@ -130,7 +131,7 @@ static void read_head(const ps_view *v, int64_t b, int64_t h, double *dst)
     ref_read(&m, dst);
 }
 
-/* Reads a head of k or v. k and v can have rows of Q8_0. */
+/* Reads a head of k or v as doubles. k and v can consist of Q8_0 blocks. */
 static void read_keys(const ps_view *v, int64_t b, int64_t h, double *dst)
 {
     const ps_blocks *q8 = ps_blocks_of(PS_Q8_0);
@@ -154,7 +155,7 @@ static void put_head(const ps_view *v, int64_t b, int64_t h, const double *src)
     ref_put(&m, src, false);
 }
 
-/* y is [B, H, T, D] with any strides. lse is [B, H, T], and it is contiguous or absent. */
+/* y is [B, H, T, D] and can have any strides. lse is [B, H, T] and must be contiguous. lse can be absent. */
 static int forward(ps_call *call, const struct attention *t, const ps_view *y, const ps_view *lse)
 {
     int64_t T = t->T, S = t->S, D = t->D;
@@ -186,7 +187,7 @@ static int forward(ps_call *call, const struct attention *t, const ps_view *y, c
     return 0;
 }
 
-/* Computes the gradients of one head. m is the factor of dropout:
+/* Computes the gradients of one head. In these formulas, m is the dropout factor:
  *     dw = m * (dy . v), ds = w * (dw - sum(w * dw)) * scale, dq = ds k, dk = ds^T q, dv = (w * m)^T dy.
  * `w` and `dw` are scratch memory [S]. */
 static void head_backward(const struct attention *t, int64_t b, int64_t h, const double *q, const double *k,
@@ -218,7 +219,7 @@ static void head_backward(const struct attention *t, int64_t b, int64_t h, const
     }
 }
 
-/* Computes dq, dk and dv. Each of them can have any strides, and can be absent. */
+/* Computes dq, dk and dv. Each of these gradients can have any strides, and can be absent. */
 static int backward(ps_call *call, const struct attention *t, const ps_view *dy_view, const ps_view *dq_view,
                     const ps_view *dk_view, const ps_view *dv_view)
 {

@@ -33,8 +33,8 @@ int ref_arange_(ps_call *call)
     return 0;
 }
 
-/* Stores alpha * x + beta for an integer x. The result is exact if both constants are whole numbers. Otherwise it is
- * truncated. */
+/* Stores alpha * x + beta for an integer x. If alpha and beta are whole numbers, the result is exact. Otherwise the
+ * result is truncated to an integer. */
 static void store_affine_int(const ps_view *y, int64_t at, int64_t x, double alpha, double beta)
 {
     if (is_whole(alpha) && is_whole(beta))
@@ -72,8 +72,8 @@ int ref_scale_by_(ps_call *call)
 typedef double (*binary_fn)(double a, double b);
 typedef int64_t (*binary_int_fn)(int64_t a, int64_t b);
 
-/* Computes an op of two inputs. Calls on_int if both inputs are integers and on_int is not NULL. Otherwise calls
- * on_float. */
+/* Computes an op of two inputs. If both inputs are integers and on_int is not NULL, calls on_int for each element.
+ * Otherwise calls on_float. */
 static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
 {
     const ps_view *out = &call->out[0];
@@ -94,7 +94,7 @@ static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
     static int64_t name##_int(int64_t a, int64_t b) { return (of_ints); }        \
     int ref_##name(ps_call *call) { return binary(call, name##_float, name##_int); }
 
-/* The casts make integers wrap around. C defines this only for unsigned numbers. */
+/* The casts to unsigned make integers wrap around. In C, the overflow of signed numbers is undefined. */
 BINARY(add, a + b, (int64_t)((uint64_t)a + (uint64_t)b))
 BINARY(sub, a - b, (int64_t)((uint64_t)a - (uint64_t)b))
 BINARY(mul, a * b, (int64_t)((uint64_t)a * (uint64_t)b))
@@ -249,7 +249,7 @@ int ref_huber(ps_call *call)
     return 0;
 }
 
-/* Returns the derivative of a function. `of` is the number of the function in the op slope. */
+/* Returns the derivative at x of the function whose number in the op slope is `of`. */
 static double slope_at(int of, double x, double delta)
 {
     double t, s;
@@ -257,7 +257,7 @@ static double slope_at(int of, double x, double delta)
     case 0: return fabs(x) < 3 ? 1.0 / 6 : 0;
     case 1: return x <= -3 ? 0 : x < 3 ? x / 3 + 0.5 : 1;
     case 2:
-        x = x < -700 ? -700 : x;                   /* the derivative is 0 if x is below -700 */
+        x = x < -700 ? -700 : x;                   /* for x below -700, the derivative is 0 */
         t = tanh(x > 20 ? x : log1p(exp(x))), s = 1 / (1 + exp(-x));
         return t + x * s * (1 - t * t);
     case 3: return 1 / (1 + exp(x));
@@ -297,8 +297,8 @@ int ref_softplus(ps_call *call)
     return 0;
 }
 
-/* If low > high, the result is high. If x is NaN, the result is NaN. Integers are limited to the integers in [low,
- * high]. */
+/* If low > high, the result is high. If x is NaN, the result is NaN. If x is an integer, the result is an integer in
+ * [low, high]. */
 int ref_clamp(ps_call *call)
 {
     const ps_attrs_clamp *a = call->attrs;

@@ -4,8 +4,9 @@
 #include "backend/image.h"
 
 /* -- convolution --------------------------------------------------------------------------------------------------- */
-/* Calls `each` for every product of an element of x and an element of w that is a term of an element of y. The calls
- * are made in the order of the elements of y. For one element of y, they are made in the order of the elements of w. */
+/* An element of y is a sum of products of an element of x and an element of w. The function `each` is called once for
+ * every product. The calls are in the order of the elements of y. The calls for the same element of y are in the order
+ * of the elements of w. */
 typedef struct products { const ps_view *x, *w, *y; double *sum; } products;
 typedef void (*each_product)(const products *p, int64_t x, int64_t w, int64_t y);
 
@@ -101,7 +102,8 @@ int ref_pad(ps_call *call)
         if (is_float) ref_store(y, i, a->value);
         else ref_store_int(y, i, ref_to_int(a->value, INT64_MIN, INT64_MAX));
     }
-    for (int d = 0; d < x->ndim; d++) {                          /* finds the elements that both tensors have */
+    for (int d = 0; d < x->ndim; d++) {                          /* finds the range of elements that are in both
+                                                                  * tensors */
         int64_t before = a->before[d], after = a->after[d], cut = before < 0 ? -before : 0;
         int64_t end = x->shape[d] + (after < 0 ? after : 0);
         from = ref_shift(&from, cut * x->stride[d]);
@@ -215,8 +217,8 @@ int ref_channel_norm(ps_call *call)
 
 /* With n = (x - mean) * rstd and g = dy * w, computes
  *   dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum of dy * n, db = sum of dy.
- * The means are over all elements that share a mean and variance. If the caller gives these statistics, dx is rstd *
- * g. */
+ * mean(g) and mean(g * n) are over all elements that share a mean and variance. If the caller passes the means and
+ * variances, dx is rstd * g. */
 int ref_channel_norm_backward(ps_call *call)
 {
     const ps_attrs_channel_norm_backward *a = call->attrs;

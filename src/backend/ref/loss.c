@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Softmax along the last dimension, cross entropy, and the language-model head fused with its loss. Backward computes
- * the log-sum-exp again in double, because the saved one may be rounded to fp32. Targets are checked before any output
- * is written. */
+ * the log-sum-exp again in double, because the saved log-sum-exp may be rounded to fp32. Targets are checked before any
+ * output is written. */
 #include "ref.h"
 
 /* The terms of the softmax of a row x [n]: softmax = exp(x - top) / sum, and log-sum-exp = top + log(sum). sum is NaN
@@ -19,8 +19,8 @@ static struct sum_exp sum_exp(const double *x, int64_t n)
 static double soft(struct sum_exp s, double x) { return exp(x - s.top) / s.sum; }
 static double log_soft(struct sum_exp s, double x) { return x - s.top - log(s.sum); }
 
-/* Returns true if x[t] is the first of the largest elements of x [n]. s contains the terms of x. t is negative if
- * another rank has the element. */
+/* Returns true if x[t] is the first of the largest elements of x [n]. s contains the softmax terms of x. If t is
+ * negative, the target is on another rank, and the result is false. */
 static bool is_hit(const double *x, struct sum_exp s, int64_t t)
 {
     if (t < 0 || isnan(s.sum) || isinf(s.top) || x[t] != s.top) return false;
@@ -28,7 +28,7 @@ static bool is_hit(const double *x, struct sum_exp s, int64_t t)
     return true;
 }
 
-/* If `want` is set, writes the number of hits and the number of rows that are not ignored. */
+/* If `want` is set, writes to `out` the number of hits, followed by the number of rows that are not ignored. */
 static void put_hits(const ps_view *out, int want, int64_t hits, int64_t counted)
 {
     if (!want || !ps_has(out)) return;
@@ -85,11 +85,11 @@ int ref_log_softmax_backward(ps_call *call)
 /* -- cross entropy ---------------------------------------------------------------------------------------------- */
 enum { REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM };
 
-/* Returns the mean. Without losses the mean is 0, so that a batch without targets adds nothing. PyTorch's mean is NaN
- * in this case, and its gradients are also 0. */
+/* Returns the mean of the losses. If there are no losses, the mean is 0, so that a batch without targets adds nothing.
+ * In this case PyTorch's mean is NaN, and PyTorch's gradients are 0, like ours. */
 static double mean(double total, int64_t counted) { return counted > 0 ? total / (double)counted : 0; }
 
-/* Checks that every target is in [0, V) or is ignored. Counts the targets that are not ignored. */
+/* Checks that every target is in [0, V) or is ignored. Sets *counted to the number of targets that are not ignored. */
 static int check_targets(const ps_view *target, int64_t V, int64_t ignore, int64_t *counted)
 {
     *counted = 0;
@@ -154,7 +154,7 @@ int ref_cross_entropy_backward(ps_call *call)
 
 static double weight_of(const ps_view *weight, int64_t t) { return ps_has(weight) ? ref_load(weight, t) : 1; }
 
-/* Checks the targets. Stores the sum of the weights of all targets that are not ignored in *divisor. */
+/* Checks the targets. Sets *divisor to the sum of the weights of all targets that are not ignored. */
 static int sum_weights(const ps_view *target, const ps_view *weight, int64_t V, int64_t ignore, double *divisor)
 {
     int64_t counted;
@@ -203,8 +203,8 @@ int ref_nll_loss_backward(ps_call *call)
     return 0;
 }
 
-/* Processes one row x_r at a time. It computes the logits w x_r, replaces them by their gradient, and adds the row's
- * terms to dx and dw. */
+/* Processes one row x_r at a time. Computes the logits w * x_r, replaces the logits by their gradient, and adds the
+ * row's terms to dx and dw. */
 int ref_lm_loss(ps_call *call)
 {
     const ps_attrs_lm_loss *a = call->attrs;
@@ -279,9 +279,9 @@ int ref_logit_stats(ps_call *call)
     return 0;
 }
 
-/* Combines the stats [t, kinds, N] that all ranks have for row r. Returns the terms of the softmax over all words.
- * *target is the sum of the ranks' third values, and *dot is the sum of their fourth values. *hit is true if the
- * target's logit is the first of the largest logits. */
+/* Combines the stats [t, kinds, N] of all t ranks for row r. Returns the terms of the softmax over all words. *target
+ * is the sum of the third statistic over the ranks, and *dot is the sum of the fourth. *hit is true if the target's
+ * logit is the first of the largest logits. */
 static struct sum_exp of_all(const ps_view *stats, int64_t r, double *target, double *dot, bool *hit)
 {
     int64_t kinds = stats->shape[1], N = stats->shape[2];

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products. Operands with any strides are read into row-major doubles. The product is computed by three nested
- * loops, and sums are over increasing k. The result is rounded once. */
+ * Matrix products. Operands, which can have any strides, are copied to row-major doubles. The product is computed by
+ * three nested loops. The terms of a sum are added in the order of k. The result is rounded once. */
 #include "ref.h"
 
-/* Adds a [M, K] b [K, N] to y [M, N]. All matrices are row-major. */
+/* Adds the product a [M, K] * b [K, N] to y [M, N]. All matrices are row-major. */
 static void multiply(int64_t M, int64_t N, int64_t K, const double *a, const double *b, double *y)
 {
     for (int64_t i = 0; i < M; i++)
@@ -11,8 +11,8 @@ static void multiply(int64_t M, int64_t N, int64_t K, const double *a, const dou
             for (int64_t j = 0; j < N; j++) y[i * N + j] += a[i * K + k] * b[k * N + j];
 }
 
-/* Returns the leading dimensions of v [..., R, C], broadcast to the leading dimensions of `out`. Element n of the
- * result is at the beginning of the matrix of batch n. */
+/* Returns a view of the leading dimensions of v [..., R, C], broadcast to the leading dimensions of `out`. Element n of
+ * the view is the first element of matrix n. */
 static ps_view batches(const ps_view *v, const ps_view *out)
 {
     ps_view lead = *v;
@@ -52,7 +52,7 @@ static ps_view turned(const ps_view *v, bool turn)
     return t;
 }
 
-/* Computes y [rows, O] = x [rows, I] w [I, O] + b [O]. If out_in is set, w_view is [O, I]. b can be absent. */
+/* Computes y [rows, O] = x [rows, I] * w [I, O] + b [O]. If out_in is set, w_view is [O, I]. b can be absent. */
 static int product(ps_call *call, const double *x, int64_t rows, const ps_view *w_view, bool out_in,
                    const ps_view *b_view, double **y)
 {

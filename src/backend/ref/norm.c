@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Layer norm and RMS norm over the last dimension C, forward and backward. `dx` can share the memory of the input
- * `add`, because each element of `add` is read just before the same element of dx is written, and a row of dx needs
- * only the same row of `add`. */
+ * Layer norm and RMS norm over the last dimension C, forward and backward. dx and the input `add` can share memory.
+ * This is possible because an element of dx depends on only one element of `add`, which is read just before the element
+ * of dx is written. */
 #include "ref.h"
 
 int ref_layer_norm(ps_call *call)

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizer steps over lists of tensors, and the storing of gradients. The order of operations of each step is a
- * contract. Other backends use the same order and the same explicit fused multiply-adds, so they compute the same
+ * Optimizer steps over lists of tensors, and the op that stores gradients. The order of operations of each step is a
+ * contract: other backends use the same order and the same explicit fused multiply-adds, so they compute the same
  * bits. */
 #include "ref.h"
 #include "base/error.h"
 
 /* Adam (Kingma and Ba, ICLR 2015), or AdamW with decoupled decay (Loshchilov and Hutter, ICLR 2019), for one tensor
- * whose master is not fp64. It is computed in fp32. m is exp_avg and v is exp_avg_sq. Every constant is computed in
- * double and rounded once:
+ * whose master is not fp64. The step is computed in fp32. m is exp_avg and v is exp_avg_sq. Every constant is computed
+ * in double and rounded once. The formulas are:
  *     c1 = 1 - beta1, c2 = 1 - beta2, keep = 1 - lr * wd, step = lr / bias1, inv = 1 / sqrt(bias2)
  *     g = grad * grad_scale
  *     not adamw and wd != 0:  g = fma(wd, p, g)
@@ -106,8 +106,8 @@ int ref_adam_schedule_free_(ps_call *call)
     return 0;
 }
 
-/* Moves masters toward `end`. It is computed in fp32, or in double for fp64 masters. Like PyTorch's lerp, it starts
- * from p or from `end`, whichever is nearer to the result:
+/* Moves masters toward `end`. The result is computed in fp32, or in double for fp64 masters. As in PyTorch's lerp, the
+ * formula starts from p or from `end`, whichever is nearer to the result:
  *     |weight| < 0.5:  p = fma(weight, end - p, p);  otherwise:  p = fma(weight - 1, end - p, end) */
 int ref_master_lerp_(ps_call *call)
 {
@@ -125,8 +125,8 @@ int ref_master_lerp_(ps_call *call)
     return 0;
 }
 
-/* SGD for one tensor. It is computed in fp32 like Adam, or in double for an fp64 master. R is the type, and FMA is the
- * fused multiply-add of this type:
+/* SGD for one tensor. The step is computed in the type R, which is fp32 as for Adam, or double for an fp64 master. FMA
+ * is the fused multiply-add of R:
  *     g = grad * grad_scale;  wd != 0: g = fma(wd, p, g)
  *     momentum != 0:  buf = first ? g : fma(momentum, buf, (1 - dampening) * g)
  *                     g = nesterov ? fma(momentum, buf, g) : buf
@@ -162,8 +162,8 @@ int ref_sgd_(ps_call *call)
     return 0;
 }
 
-/* Stores a gradient. This function decides for every backend which types and memory are supported, because the cpu
- * backend leaves all cases that it does not handle to this function. */
+/* Stores a gradient. The cpu backend calls this function in all cases that it does not handle. Hence this function
+ * decides which types and memory the op supports, for the cpu backend too. */
 int ref_grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];
@@ -179,7 +179,7 @@ int ref_grad_store(ps_call *call)
     if (!itself && from < to_end && to < from_end)
         return ps_fail(PS_EINVAL, "dst (%s) overlaps src (%s); pass src itself as dst, or a tensor that does not "
                        "overlap it", ps_dtype_name(dst->dtype), ps_dtype_name(src->dtype));
-    long double sum = 0;                                                /* summed as in ref_sq_norms */
+    long double sum = 0;                                                /* added in the same order as in ref_sq_norms */
     for (int64_t i = 0; i < src->numel; i++) {
         if (!itself) ref_store(dst, i, ref_load(src, i));
         double x = ref_load(dst, i);

@@ -46,7 +46,7 @@ int ref_pack(ps_call *call)
 static void round_int8(double *x, int64_t n)
 {
     for (int64_t i = 0; i < n; i += PS_INT8_PART) {
-        float largest = 0, odd = 0;                      /* odd: NaN if an element is not finite */
+        float largest = 0, odd = 0;                      /* odd: becomes NaN if an element is not finite */
         for (int k = 0; k < PS_INT8_PART; k++) {
             largest = fmaxf(largest, fabsf((float)x[i + k]));
             odd += (float)x[i + k] * 0;

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers, dropout and sampling. Philox computes the number of each element from the element's own counter.
- * Hence results depend only on the seed and the position. They are equal for all types, except for rounding. */
+ * Random numbers, dropout and sampling. Philox computes the random number of an element from the element's own counter.
+ * Hence results depend only on the seed and the element's position. Except for rounding, they do not depend on the
+ * type. */
 #include <stdlib.h>
 #include "ref.h"
 
-/* If rounding raises a number to `high`, the number is replaced by `low`. The range is therefore half-open in every
+/* If rounding raises a number to `high`, the number is replaced by `low`. Hence the range never includes `high`, in any
  * type. */
 int ref_uniform_(ps_call *call)
 {
@@ -32,8 +33,8 @@ int ref_normal_(ps_call *call)
     return 0;
 }
 
-/* Computes low + floor(r * (high - low) / 2^64). r consists of the first two words of the counter's result, and the
- * first word is the lower half. */
+/* Computes low + floor(r * (high - low) / 2^64). r consists of the first two random words of the counter. The first
+ * word is the lower half of r. */
 int ref_randint_(ps_call *call)
 {
     const ps_attrs_randint_ *a = call->attrs;
@@ -96,7 +97,7 @@ int ref_dropout(ps_call *call)
 {
     const ps_attrs_dropout *a = call->attrs;
     const ps_view *x = &call->in[0], *rows = &call->in[1], *y = &call->out[0];
-    /* 0 if x is one range of the whole tensor */
+    /* number of elements per row; 0 if x is a single range of elements of the whole tensor */
     int64_t width = ps_has(rows) && x->numel ? x->numel / rows->numel : 0;
     if (width) PS_TRY(ref_check_index(rows, INT64_MAX / width));
     for (int64_t i = 0; i < x->numel; i++) {
@@ -133,10 +134,10 @@ static int check_logits(const ps_view *logits, int64_t rows, int64_t V)
     return 0;
 }
 
-/* Picks one of the candidates c [n]. They are sorted in descending order, and their number is limited to top_k. The
- * function considers the shortest prefix of the candidates whose mass reaches top_p. From this prefix, it excludes each
- * candidate whose weight is less than min_p times the weight of the first candidate. u in [0, 1) selects one of the
- * remaining candidates. */
+/* Picks one of the candidates c [n], which are sorted in descending order. The caller has already limited n to top_k.
+ * The function considers the shortest prefix of the candidates whose mass reaches top_p. From this prefix, it excludes
+ * each candidate whose weight is less than min_p times the weight of the first candidate. u in [0, 1) selects one of
+ * the remaining candidates. */
 static int64_t pick(const struct candidate *c, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0;

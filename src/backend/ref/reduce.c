@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include "ref.h"
 
-/* Returns a view for the elements of x, counted in row-major order. It maps each element of x to the element of the
- * result to which it contributes. The result is row-major and does not have the reduced dimensions. `dims` is a bit set
- * of the reduced dimensions, or 0 for all dimensions. */
+/* Returns a view that has the shape of x. Element i of the view, in row-major order, is the element of the reduction's
+ * result to which element i of x contributes. The reduction's result is row-major, without the reduced dimensions.
+ * `dims` is a bit set of the reduced dimensions, or 0 for all dimensions. */
 static ps_view target_of(const ps_view *x, uint32_t dims)
 {
     ps_view t = *x;
@@ -65,8 +65,8 @@ int ref_mean(ps_call *call)
     return 0;
 }
 
-/* Returns true if element `a` of x precedes element `b`. NaN precedes all numbers. Otherwise the larger value precedes
- * if sign is 1, and the smaller value precedes if sign is -1. */
+/* Returns true if element a of x must be chosen before element b. NaN is chosen before all numbers. If sign is 1,
+ * larger values are chosen before smaller values. If sign is -1, smaller values are chosen before larger values. */
 static bool beats(const ps_view *x, int64_t a, int64_t b, int sign)
 {
     if (!ps_dtype_is_float(x->dtype)) {
@@ -84,7 +84,7 @@ static int extreme(ps_call *call, uint32_t dims, int sign)
     if (x.numel == 0 && y.numel > 0)
         return ps_fail(PS_EINVAL, "the maximum or minimum of no elements does not exist; reduce a dimension that has "
                        "elements");
-    /* index in x of the best element, or -1 if there is none yet */
+    /* for each element of y, the index in x of the best element so far, or -1 if there is none */
     int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);
     if (!best) return PS_ENOMEM;
     for (int64_t i = 0; i < y.numel; i++) best[i] = -1;
@@ -191,7 +191,7 @@ int ref_cumsum(ps_call *call)
     return 0;
 }
 
-/* A tensor as [outer, n, inner], where n is the size of one dimension. Inputs and outputs are contiguous. */
+/* The shape of a contiguous tensor as [outer, n, inner], where n is the size of dimension dim. */
 struct lanes { int64_t outer, n, inner; };
 static struct lanes lanes_of(const ps_view *x, int dim)
 {
@@ -243,7 +243,8 @@ int ref_cumprod_backward(ps_call *call)
     return 0;
 }
 
-/* An element of a lane and its position, for sorting. A float is in f, and i is 0. An integer is in i, and f is 0. */
+/* An element of a lane and its position, for sorting. If the element is a float, f contains it and i is 0. If it is an
+ * integer, i contains it and f is 0. */
 struct ranked { double f; int64_t i, place; };
 
 /* Orders NaN first, and numbers by descending value. Equal values are ordered by position. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Opens the `ref` backend. This file also contains the functions that its kernels share: broadcasting, copies, dense
- * reads and writes. The kernel table is filled from ops.def, so the program does not link if an op has no kernel. */
+ * Opens the `ref` backend. This file also contains the functions that the backend's kernels share: broadcasting,
+ * copies, and conversion of tensors to and from dense arrays of doubles. The kernel table is filled from ops.def, so
+ * the program does not link if an op has no kernel. */
 #include <stdio.h>
 #include "base/alloc.h"
 #include "ref.h"

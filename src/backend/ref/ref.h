@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Declarations for the kernels of the `ref` backend. The kernels are plain C, run on one thread and are not optimised.
- * Every other backend is compared with these kernels, and uses them if it lacks a kernel of its own. Hence they are
- * written to be easy to read.
+ * Every other backend is compared with these kernels, and uses these kernels for the ops that it does not implement.
+ * The kernels are written to be easy to read.
  *
- * Elements of every type are read as doubles, computed in double, and rounded once when they are stored. If the type is
- * bf16 or fp16, they are rounded through fp32, as in PyTorch. A double could lose digits of an integer. Hence some ops
- * use the *_int functions, which are exact: copies, casts, gather, add, sub, mul and comparisons. No kernel writes an
- * output before all of its checks have passed. */
+ * Elements of every type are read as doubles, computed in double, and rounded once when they are stored. A result of
+ * type bf16 or fp16 is first rounded to fp32, as in PyTorch. A double cannot represent all 64-bit integers. Hence
+ * copies, casts, gather, add, sub, mul and comparisons use the *_int functions for integers, which are exact. No kernel
+ * writes an output before all of its checks have passed. */
 #ifndef PS_REF_H
 #define PS_REF_H
 #include <inttypes.h>
@@ -84,7 +84,7 @@ static inline void ref_store(const ps_view *v, int64_t at, double x)
     }
 }
 
-/* Integers that do not fit into the type wrap around, as in C and PyTorch. */
+/* If x does not fit into the type, it wraps around, as in C and PyTorch. */
 static inline void ref_store_int(const ps_view *v, int64_t at, int64_t x)
 {
     switch (v->dtype) {
@@ -99,7 +99,7 @@ static inline void ref_store_int(const ps_view *v, int64_t at, int64_t x)
 
 /* -- views (ref.c) ---------------------------------------------------------------------------------------------- */
 /* Broadcasts v to a shape by PyTorch's rules: the shapes are aligned at the last dimension, and a dimension of size 1
- * repeats. Merges dimensions that are row-major in memory, so the result is valid only for ref_at. */
+ * is repeated. Merges dimensions that are row-major in memory. Hence the result can be passed only to ref_at(). */
 ps_view ref_expand(const ps_view *v, int ndim, const int64_t *shape);
 static inline ps_view ref_like(const ps_view *v, const ps_view *out) { return ref_expand(v, out->ndim, out->shape); }
 static inline ps_view ref_flat(const ps_view *v) { return ref_expand(v, v->ndim, v->shape); }
@@ -122,18 +122,19 @@ static inline ps_view ref_shift(const ps_view *v, int64_t at)
     s.data = (char *)v->data + at * ps_dtype_bytes(v->dtype);
     return s;
 }
-ps_view ref_matrix(const ps_view *v, int64_t at);              /* view of the last two dimensions, starting at element
-                                                                * `at` */
+ps_view ref_matrix(const ps_view *v, int64_t at);              /* returns a view of the last two dimensions that starts
+                                                                * at element `at` */
 static inline int ref_dim(const ps_view *v, int dim) { return dim < 0 ? dim + v->ndim : dim; }
-ps_view ref_without_dim(const ps_view *v, int dim);            /* view at position 0 of `dim`, without this dimension */
+ps_view ref_without_dim(const ps_view *v, int dim);            /* returns a view of position 0 of `dim`, without
+                                                                * `dim` */
 static inline int64_t ref_last(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 
-/* Copies src to dst. src is broadcast to the shape of dst and converted to its type. Conversions between integer types
- * are exact. */
+/* Copies src to dst. src is broadcast to the shape of dst and converted to the type of dst. Conversions between integer
+ * types are exact. */
 void ref_copy(const ps_view *dst, const ps_view *src);
 
-/* Read and write the value of a parameter, in fp32 or fp64. in[0] is the parameter, and in[1] is its master or its
- * remainders (update.c). */
+/* Read and write the value of a parameter in full precision, fp32 or fp64. in[0] is the parameter. in[1] is the
+ * parameter's master or its remainders (update.c). */
 double ref_master_get(const ps_view *in, int64_t i);
 void ref_master_put(const ps_view *in, int64_t i, double p);
 
@@ -141,7 +142,7 @@ void ref_master_put(const ps_view *in, int64_t i, double p);
 int ref_check_index(const ps_view *index, int64_t n);
 
 /* -- working memory: row-major doubles -------------------------------------------------------------------------- */
-/* If call->scratch fails, it sets the error message. Kernels therefore only return PS_ENOMEM. */
+/* If call->scratch fails, it records the error message itself. Hence kernels only return PS_ENOMEM. */
 int ref_scratch(ps_call *call, int64_t numel, double **out);    /* the memory is zeroed */
 void ref_read(const ps_view *v, double *dst);                   /* reads all elements of v */
 int ref_dense(ps_call *call, const ps_view *v, double **out);   /* reads all elements of v into scratch memory; sets

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rows and elements that are selected by index, sums that are added back to them, and concatenation. All indices are
- * checked before any output is written. Negative indices are errors. */
+ * Ops that read elements by index (embedding, gather), ops that write or add elements by index (scatter, gradients),
+ * and concatenation. All indices are checked before any output is written. A negative index is an error. */
 #include "ref.h"
 
 int ref_check_index(const ps_view *index, int64_t n)
@@ -13,8 +13,8 @@ int ref_check_index(const ps_view *index, int64_t n)
     return 0;
 }
 
-/* Returns the row of w [V, C] that an index selects. w contains the rows of the embedding that start at row `first`.
- * Returns -1 if another shard contains the row. */
+/* Returns the row of w [V, C] that element i of `index` selects. w contains V rows of the embedding, starting at row
+ * `first`. If another shard contains the selected row, returns -1. */
 static int64_t own_row(const ps_view *index, int64_t i, int64_t first, int64_t V)
 {
     int64_t k = ref_load_int(index, i) - first;
@@ -37,7 +37,7 @@ int ref_embedding(ps_call *call)
 }
 
 /* Sorts positions by index. The counting sort keeps the order of positions that have the same index. Each row of dw is
- * one sum in double over rows of dy, in row order, and is rounded once. */
+ * a sum of rows of dy. The sum is computed in double, in row order, and is rounded once. */
 int ref_embedding_backward(ps_call *call)
 {
     const ps_attrs_embedding_backward *a = call->attrs;
@@ -46,7 +46,7 @@ int ref_embedding_backward(ps_call *call)
     double *sum;
     PS_TRY(ref_check_index(index, a->total > 0 ? a->total : V));
     PS_TRY(ref_scratch(call, C, &sum));
-    /* begin[v] is the start in `order` of the positions that select row v */
+    /* The positions that select row v begin at order[begin[v]]. */
     int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);
     int64_t *order = call->scratch(call, (size_t)(n + 1) * sizeof *order);
     if (!begin || !order) return PS_ENOMEM;
@@ -60,7 +60,7 @@ int ref_embedding_backward(ps_call *call)
         int64_t v = own_row(index, r, a->first, V);
         if (v >= 0) order[begin[v]++] = r;
     }
-    /* begin[v] is now the end of the positions that select row v. */
+    /* At this point, the positions that select row v end before order[begin[v]]. */
     for (int64_t v = 0, k = 0; v < V; v++) {
         memset(sum, 0, (size_t)C * sizeof *sum);
         for (; k < begin[v]; k++)
@@ -71,7 +71,7 @@ int ref_embedding_backward(ps_call *call)
     return 0;
 }
 
-/* Returns the position in v of element i of y. v is broadcast to the shape of y. */
+/* Returns the position of element i of v, where v is broadcast to the shape of y. */
 static int64_t broadcast_at(const ps_view *v, const ps_view *y, int64_t i)
 {
     int64_t at = 0;
@@ -100,9 +100,9 @@ int ref_flat_index(ps_call *call)
     return 0;
 }
 
-/* Returns the number of elements of x that an element of `index` selects. The number is 1 if `index` has all dimensions
- * of x. Otherwise `dim` is the last dimension of `index`, and the number is the number of elements in the dimensions of
- * x after it. */
+/* Returns the number of elements of x that one element of `index` selects. If `index` has as many dimensions as x, this
+ * is 1. Otherwise the indexed dimension is the last dimension of `index`, and an element selects everything in the
+ * dimensions of x after the indexed dimension. */
 static int64_t width_of(const ps_view *x, const ps_view *index)
 {
     int64_t width = 1;
@@ -110,8 +110,8 @@ static int64_t width_of(const ps_view *x, const ps_view *index)
     return width;
 }
 
-/* Returns the position in x of the i-th selected element. It has the coordinates of that element, except that the
- * coordinate of dimension `dim` is the value in `index`. */
+/* Returns the position in x of selected element i. The position has the coordinates of element i, except that the
+ * coordinate of dimension dim is the value in `index`. */
 static int64_t picked(const ps_view *x, const ps_view *index, int dim, int64_t width, int64_t i)
 {
     int64_t at = 0, rest = i;
@@ -188,7 +188,8 @@ int ref_scatter(ps_call *call)
     return 0;
 }
 
-/* Processes the index in reverse order, so that an earlier element with the same position finds 0 at that position. */
+/* Processes the elements of `index` in reverse order and sets the value at each selected position to 0. If two elements
+ * select the same position, the earlier element reads 0. */
 int ref_scatter_backward(ps_call *call)
 {
     const ps_view *dy = &call->in[0], *index = &call->in[1], *dx = &call->out[0], *dsrc = &call->out[1];
@@ -261,8 +262,7 @@ int ref_concat(ps_call *call)
 }
 
 /* -- search -------------------------------------------------------------------------------------------------------- */
-/* Returns true if an element of the sequence is beyond a value. It is beyond the value if it is larger. If `right` is
- * not set, it is also beyond the value if it is equal. */
+/* Returns true if element i of the sequence is larger than value j, or, if `right` is not set, equal to value j. */
 static bool is_beyond(const ps_view *seq, int64_t i, const ps_view *values, int64_t j, bool right)
 {
     if (!ps_dtype_is_float(seq->dtype)) {
@@ -307,7 +307,8 @@ int ref_masked_scatter(ps_call *call)
     return 0;
 }
 
-/* x as [outer, n, inner], where n is the size of the dimension of unfold, and y as [outer, count, inner, size]. */
+/* The shapes of unfold's operands: x is [outer, n, inner], where n is the size of the unfolded dimension, and y is
+ * [outer, count, inner, size]. */
 struct windows { int64_t outer, n, inner, count; };
 static struct windows windows_of(const ps_view *x, int dim, int64_t size, int64_t step)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Steps of the other optimizers over lists of tensors, and masters that are kept as remainders. As in optim.c, the
- * order of operations is a contract for elementwise steps in fp32. Sums over a tensor (norms, means) are computed in
- * double in the order of the elements. The sums of other backends are equal to them except for rounding. */
+ * Steps of the optimizers that are not in optim.c, and masters that are stored as remainders. As in optim.c, the order
+ * of operations is a contract for elementwise steps in fp32. Sums over a tensor (norms, means) are computed in double
+ * in the order of the elements. The sums that other backends compute can differ by rounding errors. */
 #include "ref.h"
 #include "base/update.h"
 
@@ -13,7 +13,8 @@ static uint16_t low_at(const ps_view *low, int64_t i)
     return lo;
 }
 
-/* in[0] is the parameter. in[1] is its fp32 or fp64 master. If in[1] has the type uint8, it contains the remainders. */
+/* in[0] is the parameter. in[1] is the parameter's fp32 or fp64 master. If the type of in[1] is uint8, in[1] contains
+ * remainders instead. */
 double ref_master_get(const ps_view *in, int64_t i)
 {
     if (in[1].dtype != PS_U8) return ref_load(&in[1], i);
@@ -108,8 +109,9 @@ int ref_rmsprop_(ps_call *call)
 }
 
 /* -- AdamW with averages in bf16 ----------------------------------------------------------------------------------- */
-/* Rounds x to one of the two nearest bf16 values, at random. The nearer value is more likely: the probabilities are in
- * proportion to the distances. To do this, it adds 16 random bits below the last bit of the bf16 value. */
+/* Rounds x at random to one of the two nearest bf16 values. The probability of each value is proportional to the
+ * distance from x to the other value. To do this, the function adds 16 random bits below the last bit of bf16, and
+ * truncates. */
 static uint16_t round_random(float x, uint32_t random)
 {
     uint32_t u = ps_f32_bits(x);
@@ -117,8 +119,8 @@ static uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* AdamW of optim.c with stochastic rounding. Element i uses word i % 64 / 16 of counter i / 64 * 16 + i % 16. The lower
- * half of the word is for exp_avg, and the upper half is for exp_avg_sq. */
+/* AdamW of optim.c, but exp_avg and exp_avg_sq are stored with stochastic rounding. Element i uses word i % 64 / 16 of
+ * counter i / 64 * 16 + i % 16. exp_avg uses the lower half of the word, and exp_avg_sq uses the upper half. */
 static void adam_bf16(const ps_attrs_adam_bf16_ *a, const ps_view *in)
 {
     double bias1 = 1 - pow(a->beta1, (double)a->t), bias2 = 1 - pow(a->beta2, (double)a->t);
@@ -221,8 +223,8 @@ int ref_adam8bit_(ps_call *call)
 }
 
 /* -- LAMB ---------------------------------------------------------------------------------------------------------- */
-/* LAMB (You et al., ICLR 2020) as in timm. The update is Adam's update plus wd p. It is scaled by the norm of p divided
- * by the norm of the update. */
+/* LAMB (You et al., ICLR 2020) as in timm. The update is Adam's update plus wd * p, multiplied by the norm of p and
+ * divided by the norm of the update. */
 static double lamb_update(const ps_attrs_lamb_ *a, const ps_view *in, int64_t i, double m, double v)
 {
     double bias1 = a->bias_correction ? 1 - pow(a->beta1, (double)a->t) : 1;
@@ -255,13 +257,13 @@ int ref_lamb_(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C]. A vector has the shape [1, 1, C], and it has one average for each element. */
+/* A tensor [batch, R, C]. A one-dimensional tensor has the shape [1, 1, C] and one average for each element. */
 typedef struct factored {
     const ps_attrs_adafactor_ *a;
     const ps_view *in;
     int64_t batch, R, C;
     bool matrix;
-    double *row_mean;                 /* [batch]; for each matrix of the batch, the mean of its row averages */
+    double *row_mean;                 /* [batch]; the mean of the row averages of each matrix */
 } factored;
 
 static double squared(const factored *f, int64_t i)
@@ -283,8 +285,8 @@ static double factored_update(const factored *f, int64_t i)
     return g / sqrt(var);
 }
 
-/* Updates the averages. The new average is `keep` times the old average plus `take` times the mean of the squares. The
- * mean is over the C elements of a row or the R elements of a column. */
+/* Updates the averages. A new average is keep * the old average + take * the mean of the squares over a row (C
+ * elements) or over a column (R elements). */
 static void factored_averages(const factored *f, double keep, double take)
 {
     const ps_view *rows = &f->in[3], *cols = &f->in[4];
@@ -338,8 +340,8 @@ int ref_adafactor_(ps_call *call)
 }
 
 /* -- Muon ---------------------------------------------------------------------------------------------------------- */
-/* Computes dst [R, C] = alpha a [R, K] b [K, C] + beta add [R, C]. If `turned` is set, b is [C, K], and its transpose
- * is used. */
+/* Computes dst [R, C] = alpha * a [R, K] * b [K, C] + beta * add [R, C]. If `turned` is set, b is [C, K], and the
+ * transpose of b is used. */
 static void product(double *dst, double alpha, const double *a, const double *b, bool turned, double beta,
                     const double *add, int64_t R, int64_t K, int64_t C)
 {
