@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares the speed of the fused AdamW op on the CPU with the bandwidth of memory, with PyTorch and with DeepSpeed.
+-- Compares the speed of the fused AdamW op on the CPU with the memory bandwidth, and with the AdamW of PyTorch and of
+-- DeepSpeed.
 --   psluajit bench/adam.lua --params 50e6 --rounds 9
 -- The last line is one JSON object. All figures are medians:
 --   gparams_per_s, gb_per_s   fp32, with 28 bytes per parameter. The op reads the parameter, the gradient and two
@@ -7,10 +8,10 @@
 --   probe_gb_per_s            the engine's walk over four streams, with almost no arithmetic. Three of the streams are
 --                             written in place. The probe and the op are measured alternately.
 --   bandwidth_ratio           the op's rate divided by the probe's rate
---   triad_gb_per_s            a = b + c * s on three arrays, with 12 bytes per element. The line that is fetched before
---                             it is written is not counted.
---   mixed_*                   a bf16 gradient in the memory of its bf16 parameter, with an fp32 master and fp32
---                             averages, also 28 bytes
+--   triad_gb_per_s            a = b + c * s on three arrays, with 12 bytes per element. The processor also reads each
+--                             cache line of a before it writes the line. These reads are not counted.
+--   mixed_*                   the parameter is bf16, the gradient is bf16 and uses the parameter's memory, and the
+--                             master and the averages are fp32; also 28 bytes
 --   grad_bf16_*               a bf16 gradient of an fp32 parameter, 26 bytes
 --   torch_*, deepspeed_*      bench/peers/adam_torch.py with the Python of PS_TORCH_PYTHON or python3. They are absent
 --                             if Python or its packages are missing.
@@ -47,8 +48,8 @@ local KINDS = {
   mixed = { bytes = 28, param = "bf16", grad = "param" },
 }
 
---- Returns the list of tensors for adam_. Each tensor of the model has param, master, grad, m and v in the list. The
---- sizes of the tensors differ, as in a model.
+--- Returns the list of tensors for adam_. For each parameter, the list contains param, master, grad, m and v. The sizes
+--- of the parameters differ, as in a model.
 local function state(kind)
   local list, left = {}, args.params
   for i = 1, args.tensors do
@@ -84,8 +85,8 @@ local function steps(list, n)
   return times
 end
 
---- Returns medians over the rounds: the seconds per step, the probe's rate in GB/s, and the ratio of the two rates in
---- each round.
+--- Returns three medians over the rounds: the seconds per step, the probe's rate in GB/s, and the op's rate divided by
+--- the probe's rate.
 local function measure(name)
   local kind = KINDS[name]
   local list = state(kind)

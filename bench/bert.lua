@@ -4,13 +4,13 @@
 --     [--peer bf16|amp|fp32 [--compile] [--packed]]
 -- A batch consists of consecutive non-empty lines, which are padded to the longest line. With --grouped, the lines of a
 -- batch have similar lengths. Each word or punctuation mark is one token, because speed does not depend on the ids. The
--- model has unpad = true. With --padded, it also computes padding. Each round is a step on another batch. Before the
--- rounds, each batch has a warm-up step, because both programs make kernels for each size.
+-- model has unpad = true. With --padded, the model also computes padding. Each round is a step on a different batch.
+-- Before the rounds, each batch has a warm-up step, because both programs create kernels for each size.
 --   --peer      transformers runs the same batches alternately (bench/peers/bert_torch.py with the Python of
 --               PS_TORCH_PYTHON or python3). With bf16, weights and Adam's state are bf16. With amp, they are fp32, and
 --               the computation is in bf16, as in the Trainer of transformers with bf16. With fp32, everything is fp32.
 --   --compile   PyTorch compiles the peer
---   --packed    the peer gets no padding. It gets several lines in each row of tokens, and a mask hides the lines from
+--   --packed    the peer computes no padding. Each of its rows contains several lines, and a mask hides the lines from
 --               each other.
 -- The last line is one JSON object with these figures:
 --   seconds         of all rounds
@@ -20,7 +20,7 @@
 --   mfu             6 FLOPs per token and parameter of the layers, divided by gemm_peak_gflops of the same run. With
 --                   --padded, padding tokens are counted as well.
 --   peer_seconds, peer_step_s
---   peer_ratio      of the seconds of all rounds
+--   peer_ratio      the peer's seconds divided by psluajit's seconds, over all rounds
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -63,8 +63,8 @@ local function read(n)
   return rows
 end
 
--- Returns batches {input_ids, attention_mask: lists of lists, labels: list}. Their rows are consecutive, or sorted by
--- length.
+-- Returns batches {input_ids, attention_mask: lists of lists, labels: list}. The rows of a batch are consecutive lines.
+-- With --grouped, they are lines of similar length.
 local function batches()
   local rows, list = read(args.batch * args.rounds), {}
   if args.grouped then table.sort(rows, function(a, b) return #a < #b end) end
@@ -148,7 +148,7 @@ end
 local times, theirs, tokens, places, peak = {}, {}, 0, 0, gemm_peak()
 if args.profile then ps.profiler.start() end
 for i, batch in ipairs(list) do
-  local other = i % 2 == 0 and step_of_peer(i)             -- the two programs alternate in running first
+  local other = i % 2 == 0 and step_of_peer(i)             -- in every second round, the peer runs first
   local took, loss = step(batch)
   other = other or step_of_peer(i)
   times[i], theirs[i] = took[1] + took[2] + took[3], other

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Computes a lower bound of the bytes that any policy moves in a step that repeats. The bound is the solution of a
--- linear program, which glpsol solves (Debian: glpk-utils). The program is over gaps. A gap is the time between two
--- uses of a chunk. Each gap has a variable in [0, 1], which is the share of the chunk that stays in memory during the
--- gap. At each moment, the shares that stay and the chunks in use must fit into the capacity. The share that does not
--- stay must be read. Between two writes, it must also be written back once. The model includes the sizes of chunks,
--- writing back, and gaps that extend over the end of the step. It ignores that chunks cannot be split, so the result is
--- a lower bound.
+-- Computes a lower bound of the number of bytes that any policy moves in a step that is repeated. The bound is the
+-- solution of a linear program, which glpsol solves (Debian: glpk-utils). A gap is the time between two successive uses
+-- of a chunk. The program has a variable in [0, 1] for each gap, which is the share of the chunk that stays in memory
+-- during the gap. At each moment, the shares that stay and the chunks in use must fit into the capacity. The share that
+-- does not stay must be read again. Between two writes of the chunk, this share must also be written back once. The
+-- model includes the sizes of chunks, writing back, and gaps that extend over the end of the step. It ignores that
+-- chunks cannot be split, so the result is a lower bound.
 local ps = require "ps"
 local ffi, C = ps.ffi, ps.C
 
@@ -22,8 +22,9 @@ local bound = {}
 ---@field uses bound.use[]      the uses of chunks, sorted by moment
 ---@field moments integer       the number of moments, which are counted from 0
 
---- Returns the trace of a step of the open engine. Also returns the number of bytes that chunks can use on the first
---- tier. This is the budget of the tier minus the size of the tensors outside chunks. The third result is that size.
+--- Returns three values for the open engine: the trace of a step, the number of bytes that chunks can use on the first
+--- tier, and the size in bytes of the tensors outside chunks. The second value is the budget of the tier minus the
+--- third value.
 ---@param engine ps.Engine the engine's own table, as returned by ps.nn.handle
 ---@return bound.trace trace
 ---@return number capacity
@@ -49,9 +50,9 @@ function bound.trace_of(engine)
   return trace, tonumber(tier.budget) - other, other
 end
 
---- Returns the gaps of a trace. A gap has a chunk and the moments `first` and `last` of two successive uses of the
---- chunk. `last` can be in the next step. `stretch` is a number that is the same for all gaps between two writes. It is
---- nil if the chunk is never written.
+--- Returns the gaps of a trace. The fields `first` and `last` of a gap are the moments of two successive uses of its
+--- chunk. `last` can be in the next step. `stretch` is a number that is the same for all gaps between two successive
+--- writes of the chunk. It is nil if the chunk is never written.
 ---@param trace bound.trace
 ---@return table[] gaps
 ---@return integer stretches
@@ -77,7 +78,8 @@ local function gaps_of(trace)
         end
       end
       local next_use = uses[i + 1]
-      if not use.ends then                        -- if the contents end here, the next use does not read them
+      if not use.ends then                        -- otherwise the next use does not read the contents, so there is no
+                                                  -- gap
         gaps[#gaps + 1] = { chunk = chunk, first = use.moment, stretch = current,
           last = next_use and next_use.moment or uses[1].moment + trace.moments }
       end
@@ -86,8 +88,8 @@ local function gaps_of(trace)
   return gaps, stretches
 end
 
---- Writes the linear program in CPLEX's format. The row for the capacity at a moment is written as the difference from
---- the previous moment's row, so that each gap is in only two rows.
+--- Writes the linear program in CPLEX's format. Each moment has a row for the capacity. The row contains only the
+--- difference from the previous moment's row, so that each gap is in only two rows.
 ---@param trace bound.trace
 ---@param capacity number
 ---@param f file*
@@ -106,7 +108,7 @@ local function write_program(trace, capacity, f)
       written[gap.stretch] = true
       f:write((" + %.9g w%d\n"):format(size, gap.stretch))
     end
-    -- Returns the moments strictly between two uses. At these moments, the bytes that stay count.
+    -- Returns the first and the last of the moments between two uses. At these moments, the bytes that stay use memory.
     local function span(from, to)
       if from >= to then return end
       table.insert(rows[from], { i, size })
@@ -123,7 +125,8 @@ local function write_program(trace, capacity, f)
       right = right - (capacity - used[m - 1])
     end
     right = right / unit
-    for _, entry in ipairs(rows[m]) do                      -- adds size (1 - d); its constant is on the other side
+    for _, entry in ipairs(rows[m]) do                      -- adds size * (1 - d); the constant `size` is on the other
+                                                            -- side of the row
       terms[#terms + 1] = ("\n %s %.9g d%d"):format(entry[2] > 0 and "-" or "+", math.abs(entry[2]), entry[1])
       right = right - entry[2]
     end
@@ -146,7 +149,7 @@ function bound.available()
   return os.execute("command -v glpsol >/dev/null 2>&1") == 0
 end
 
---- Returns the smallest number of bytes that a step moves. Returns nil and the reason if the solver finds no solution.
+--- Returns the lower bound of the bytes that a step moves. If the solver finds no solution, returns nil and the reason.
 ---@param trace bound.trace
 ---@param capacity number
 ---@param seconds? integer time limit for the solver

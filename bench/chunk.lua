@@ -1,16 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures the cost of chunks and the savings of the planner. There are five sections. All of them run, or only those
--- that --only names. The names after -> are keys of the result:
+-- Measures the cost of chunks and the savings of the planner. There are five sections. Without --only, all sections
+-- run. The names after -> are keys of the result:
 --   state   bytes of state per parameter, including waste, in bf16 with one micro-batch per step ->
---           state_bytes_per_param. It is the larger value of gpt2 in the engine and gpt2-xl by its layout.
---   moved   bytes that steady steps of gpt2-medium in bf16 moved between host and disk, divided by the smallest number
---           that any policy must move (bench/bound_lib.lua, for the same trace and budget) -> moved_over_optimum,
---           lru_over_optimum, fifo_over_optimum. Each is the value for its worst budget.
---   speed   the step time of plain memory divided by the step time of chunks, if everything fits ->
+--           state_bytes_per_param. The value is measured for gpt2 in the engine and computed for gpt2-xl from its
+--           layout. The figure is the larger of these two values.
+--   moved   bytes that steps of gpt2-medium in bf16 moved between host and disk after the first steps, divided by the
+--           smallest number of bytes that any policy must move (bench/bound_lib.lua, for the same trace and budget) ->
+--           moved_over_optimum, lru_over_optimum, fifo_over_optimum. Each figure is the value for the worst budget of
+--           the policy.
+--   speed   the step time with plain memory divided by the step time with chunks, if everything fits ->
 --           chunked_over_plain_speed (gpt2)
---   sim     a simulated device with a budget that is smaller than the model. Its bandwidth is such that copies take as
+--   sim     a simulated device whose budget is smaller than the model. The bandwidth is chosen so that copies take as
 --           long as the computation. The figures are the step time divided by max(compute, copies) ->
---           sim_step_over_bound (four micro-batches per step), and sim_one_micro_step_over_bound.
+--           sim_step_over_bound (four micro-batches per step), sim_one_micro_step_over_bound (one micro-batch per
+--           step).
 --   exact   many small settings, compared with plain memory
 -- The last line is one JSON object. `exact` is true only if every run of every section had the same losses and
 -- parameters as plain memory, bit for bit.
@@ -55,15 +58,15 @@ local function check_exact(what, same)
   say("  NOT EXACT: %s", what)
 end
 
---- Returns a setting for bench/chunk_worker.lua. It consists of the shape of a run and additional configuration keys.
+--- Returns a setting for bench/chunk_worker.lua: `run` with the additional configuration keys `config`.
 local function with(run, config)
   return merged(run, { config = merged(BASE, run.config, config) })
 end
 
 local plain_prints = {}
 
---- Returns the losses and the hash of the parameters after `n` steps with plain memory. They are computed only once for
---- each run.
+--- Returns the losses and the hash of the parameters after `n` steps with plain memory. The result is computed only
+--- once for each run and n.
 local function plain_print(run, n)
   local key = cjson.encode { run.model, run.batch, run.seq, n, run.config or {}, run.options or {} }
   if not plain_prints[key] then
@@ -154,13 +157,15 @@ function sections.moved()
 end
 
 -- -- speed ----------------------------------------------------------------------------------------------------------
---- Returns the median step time of plain memory and that of chunks. The two are measured alternately.
+--- Returns the median step time with plain memory and the median step time with chunks. The steps of the two runs
+--- alternate.
 local function race(name, run, rounds)
   local runs = { plain = lib.start(with(run, { memory = "plain" })), chunk = lib.start(with(run, {})) }
   local steps, order = { plain = {}, chunk = {} }, { "plain", "chunk" }
   for round = 1, rounds + 2 do
     for _, kind in ipairs(order) do steps[kind][round] = runs[kind]:ask "step" end
-    order[1], order[2] = order[2], order[1]                 -- alternates, because the first run has colder caches
+    order[1], order[2] = order[2], order[1]                 -- the runs alternate in being first, because the first run
+                                                            -- has colder caches
   end
   check_exact(name .. ", everything fits",
     lib.fingerprint(steps.plain, runs.plain) == lib.fingerprint(steps.chunk, runs.chunk))
@@ -188,14 +193,14 @@ end
 
 -- -- sim ------------------------------------------------------------------------------------------------------------
 -- Runs one of two shapes. The first shape has several micro-batches per step, and copies are spread over the whole
--- step. The second shape has one micro-batch per step. In this shape, gradients are evicted only during backward, and
--- parameters are fetched only after it.
+-- step. The second shape has one micro-batch per step. In the second shape, gradients are evicted only during backward,
+-- and parameters are fetched only after backward.
 local function sim_shape(accumulate, share)
   return { share = share, model = "gpt2", batch = 2, seq = 256,
     config = merged(BF16, { gradient_accumulation_steps = accumulate, data_types = { grad_accum_dtype = "bf16" } }),
     options = { n_layer = 10, n_embd = 512, n_head = 8, vocab_size = 4096 } }
 end
-local ONE_THREAD = { OMP_NUM_THREADS = 1, PS_SIM_MEMORY = "8GiB" }     -- copy threads use the other core
+local ONE_THREAD = { OMP_NUM_THREADS = 1, PS_SIM_MEMORY = "8GiB" }     -- leaves the other core to the copy threads
 
 local function timed(setting, environment, n)
   local worker = lib.start(setting, merged(ONE_THREAD, environment))

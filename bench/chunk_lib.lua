@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Runs bench/chunk_worker.lua. Each run has a process of its own. Hence several runs can exist at the same time and
--- alternate their steps. In addition, each run has its own simulated device, and its memory is freed when it ends.
+-- alternate their steps. In addition, each run has its own simulated device, and all memory of a run is freed when the
+-- run ends.
 local cjson = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
@@ -27,14 +28,14 @@ function lib.median(list)
   return #sorted % 2 == 1 and sorted[middle + 0.5] or (sorted[middle] + sorted[middle + 1]) / 2
 end
 
---- Returns a list of the values that all entries have for one key.
+--- Returns the list of entry[key] for all entries of `list`.
 function lib.pluck(list, key)
   local values = {}
   for i, entry in ipairs(list) do values[i] = entry[key] end
   return values
 end
 
---- Returns the result of a run as text. It consists of all losses and the hash of the parameters.
+--- Returns a text that contains all losses of a run and the hash of its parameters.
 ---@param steps table[]
 ---@param worker bench.Process
 ---@return string

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- One training run in a process of its own. bench/chunk_lib.lua controls it line by line. The first line of its input
--- is the setting (JSON: model, options, config, batch, seq). Each later line is a command. An answer begins with "@".
--- Settings that differ only in memory have the same batches and the same initial parameters.
+-- is the setting (JSON: model, options, config, batch, seq). Each later line is a command. An answer is a line that
+-- begins with "@". Settings that differ only in memory have the same batches and the same initial parameters.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local bound = require "bench.bound_lib"
@@ -35,8 +35,8 @@ end
 
 local stats, tier = ffi.new("ps_engine_stats"), ffi.new("ps_tier_info")
 
---- Returns the engine's counters since it was opened. Bytes are counted separately for each level. A level is the pair
---- of a tier and the next lower tier, and levels are numbered from 1.
+--- Returns the engine's counters since the engine was opened. Bytes are counted separately for each level. Level i is
+--- the pair of tier i and the next lower tier, with i from 1.
 local function counters()
   local all = { up = {}, down = {}, wait_s = 0, waits = 0, unplanned = 0 }
   if C.ps_engine_is_open(ps.ctx) == 0 then return all end
@@ -120,8 +120,8 @@ function commands.chunks()
   return { count = C.ps_engine_chunk_count(ps.ctx), nbytes = nbytes, used = used, numel = model:num_parameters() }
 end
 
---- Returns the trace of the last step for bench/bound_lib.lua. Also returns the number of bytes that chunks can use on
---- the first tier, and the number of bytes that other tensors use on it.
+--- Returns the trace of the last step for bench/bound_lib.lua, the number of bytes that chunks can use on the first
+--- tier, and the number of bytes that other tensors use on the first tier.
 function commands.trace()
   local trace, capacity, other = bound.trace_of(inner(model))
   return { trace = trace, capacity = capacity, other = other }

@@ -2,8 +2,8 @@
 -- Compares forward and backward of a convolution with PyTorch. The two programs run alternately, each in its own
 -- process:
 --   psluajit bench/conv.lua --peer PYTHON [--threads 1 2] [--rounds 15] [--channels 64 ...]
--- Prints medians for each number of threads. The last line is JSON. A ratio below 1 means that psluajit is faster.
--- Without --peer, only psluajit is timed.
+-- Prints medians for each number of threads. The last line of the output is JSON. A ratio below 1 means that psluajit
+-- is faster. Without --peer, only psluajit is timed.
 local cjson = require "cjson"
 local argparse = require "argparse"
 local process_lib = require "bench.process_lib"

@@ -1,17 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures how fast the weights of a GGUF file are read when tokens are generated one by one. Also measures two limits:
--- the rate at which memory is read, and the rate of products of one row with weights that are in the L2 caches.
+-- Measures the rate at which the weights of a GGUF file are read when tokens are generated one by one. Also measures
+-- two limits of this rate: the rate at which memory is read, and the rate at which one row is multiplied by weights
+-- that are in the L2 caches.
 --   psluajit bench/decode.lua FILE.gguf [--dtype bf16] [--keep-quantized] [--int8-activations] [--json]
 -- Each figure is from the fastest of --rounds rounds:
---   tokens_per_s           without the first token, because its time includes the time of the prompt
---   bytes_per_token        stored size in bytes of the weights that a token multiplies. These are all weights except a
---                          table of tokens that is only looked up.
---   memory_bytes_per_s     reads of 512 MiB (ps_probe_bandwidth) with four streams per thread. They run after each
---                          round, and the figure is the mean over as long a time as the round took.
---   kernel_bytes_per_s     stored size in bytes of weights divided by the time of products. For each type, the products
---                          are with a matrix that fills half of each thread's L2 cache.
+--   tokens_per_s           does not count the first token, whose time includes the time of the prompt
+--   bytes_per_token        stored size in bytes of the weights by which a token is multiplied. These are all weights
+--                          except an embedding table from which tokens only read rows.
+--   memory_bytes_per_s     reads of 512 MiB (ps_probe_bandwidth) with four streams per thread. The reads run after each
+--                          round, for as long as the round took. The figure is their mean rate.
+--   kernel_bytes_per_s     stored size in bytes of weights divided by the time of their products. For each type, the
+--                          time is measured with a matrix that fills half of each thread's L2 cache.
 --   memory_share, kernel_share   bytes_per_token * tokens_per_s divided by each limit
---   share                  the same divided by the smaller limit
+--   share                  bytes_per_token * tokens_per_s divided by the smaller limit
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local ffi = require "ffi"
@@ -39,8 +40,8 @@ local function cache_nbytes()
   return (size or 1024) * 1024
 end
 
--- Returns the stored size in bytes of the weights that a token multiplies, by the name of the type. If a file has no
--- output.weight, a token multiplies its table of tokens.
+-- Returns the stored size in bytes of the weights by which a token is multiplied, by the name of the type. If a file
+-- has no output.weight, the embedding table is one of these weights.
 local function stored(path)
   local by_type = {}
   io_gguf.with(path, function(file)
@@ -58,8 +59,7 @@ local function stored(path)
   return by_type
 end
 
--- Returns the rate of products of a row with a matrix of the type, in bytes of weights per second. The matrix is in the
--- caches.
+-- Multiplies one row by a matrix of type `kind` that is in the caches. Returns the rate in bytes of weights per second.
 local function kernel_rate(kind)
   local columns, wanted = 2048, cache_nbytes() / 2 * ps.threads()
   local plain = ({ F32 = "fp32", F16 = "fp16", BF16 = "bf16" })[kind] or not args.keep_quantized and kind
@@ -104,7 +104,7 @@ for kind, nbytes in pairs(by_type) do
 end
 local model = ps.from_pretrained(args.file, { dtype = args.dtype, quiet = true,
   keep_quantized = args.keep_quantized, int8_activations = args.int8_activations })
--- Returns the number of bytes per second at which memory is read. The rate is the mean over some seconds.
+-- Returns the rate at which memory is read, in bytes per second. It is the mean over `seconds` seconds.
 local function memory_rate(seconds)
   local began, n, slowness, rate = ps.now(), 0, 0, ffi.new "double[1]"
   repeat

@@ -1,17 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/dist.lua [collectives | latency | watch | checkpoint | zero | merge] [--ranks N] [--mib N]
 --   [--rounds N] [--folder PATH]
--- Starts processes on this machine and prints one JSON line. Without a section, it runs all sections and prints the
--- main figures of each section. This takes some minutes, 6 GB of memory, and 8 GB of disk space in --folder. The
+-- Starts processes on this machine and prints one JSON line. If no section is named, all sections run, and the main
+-- figures of each section are printed. This takes some minutes, 6 GB of memory, and 8 GB of disk space in --folder. The
 -- sections are:
---   collectives   an all-gather and an all-reduce of 64 MiB. The engine's calls, with their checks between ranks, and
---                 Gloo's own calls run alternately in the same processes. Prints the median seconds over the rounds,
---                 and the engine's rate divided by Gloo's rate.
---   latency       the seconds of an all-reduce of 4 KiB. The engine's calls and Gloo's own calls alternate, and each is
---                 made 1000 * --rounds times. Prints the engine's median and 99th percentile divided by Gloo's.
+--   collectives   an all-gather and an all-reduce of 64 MiB. The engine's calls, which include checks between ranks,
+--                 alternate with Gloo's own calls in the same processes. Prints the median seconds over the rounds, and
+--                 the engine's rate divided by Gloo's rate.
+--   latency       the seconds of an all-reduce of 4 KiB. The engine's calls and Gloo's own calls alternate. Both calls
+--                 are made 1000 * --rounds times. Prints the engine's median divided by Gloo's median, and the same
+--                 ratio of the 99th percentiles.
 --   watch         the last rank or rank 0 is stopped or killed while the other ranks are in an all-reduce. There are at
---                 least 3 ranks. Prints the seconds until the last of the other ranks gets its error, with the default
---                 heartbeat. Also prints whether all errors name the right rank.
+--                 least 3 ranks. With the default heartbeat, prints the seconds until all other ranks have received an
+--                 error. Also prints whether all errors name the right rank.
 --   checkpoint    the time that training waits for a save, and the rate of writing (dist_checkpoint.lua)
 --   zero          the savings and costs of sharding; this section has options of its own (dist_zero.lua)
 --   merge         the memory that merging shards needs (dist_merge.lua)
@@ -23,7 +24,8 @@ if arg[1] == "zero" or arg[1] == "merge" then
   return dofile(("%s/bench/dist_%s.lua"):format(paths.root, section))
 end
 
--- Runs all sections in separate processes. Collects their main figures under the names that the sections use.
+-- Runs each section in a separate process. Prints the main figures of all sections, under the names that the sections
+-- use.
 local FIGURES = {
   { "collectives --rounds 31", "all_gather_over_gloo", "all_reduce_over_gloo" },
   { "latency", "small_all_reduce_over_gloo", "small_all_reduce_p99_over_gloo" },
@@ -75,8 +77,8 @@ if not sections[section] then
   os.exit(1)
 end
 
---- Starts the ranks. They end by themselves. An exception is the rank `stopped`, which is killed after the other ranks
---- have ended.
+--- Starts the ranks, and waits until they have ended. After the other ranks have ended, kills the rank `stopped`,
+--- because it does not end by itself.
 ---@param more string additional options for the ranks
 ---@param stopped? integer the rank that is stopped
 ---@return boolean ok true if each rank exited with 0 or was stopped
@@ -107,8 +109,8 @@ local function write(path, text)
   f:close()
 end
 
---- Ends one rank with `signal`. Returns the seconds until the last of the other ranks got its error. Also returns true
---- if all errors named the ended rank.
+--- Sends `signal` to rank `victim`. Returns the seconds until the last of the other ranks received its error. Also
+--- returns true if all errors named the victim.
 local function time_watch(victim, signal)
   local meeting = os.tmpname()
   os.remove(meeting)
@@ -157,8 +159,8 @@ if section == "watch" then
   local t = ps.ones { 2 ^ 18 }
   for _ = 1, 10 do group:all_reduce(t) end
   if options.rank == options.victim then
-    os.execute "sleep 1.3"                   -- now the other ranks are waiting, and they have received heartbeats from
-                                             -- this rank
+    os.execute "sleep 1.3"                   -- after this time, the other ranks are waiting and have received
+                                             -- heartbeats from this rank
     write(options.meeting .. ".pid", unistd.getpid())
     write(options.meeting .. ".begin", ("%.6f"):format(ps.now()))
     signal.kill(unistd.getpid(), signal[options.signal])

@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The section `checkpoint` of bench/dist.lua. Every rank trains a small GPT-2 with AdamW and saves `rounds` times in
--- the background to --folder. Each rank has the whole model and saves its share. To measure the rate of the disk, all
--- ranks write plain files of the same size at the same time between these saves, with O_DIRECT and fsync. Prints JSON
--- with medians of the rounds:
+-- the background to --folder. Each rank has the whole model and saves its share of the checkpoint. To measure the rate
+-- of the disk, all ranks also write plain files of the same size between the saves. They write these files at the same
+-- time, with O_DIRECT and fsync. Prints JSON with medians of the rounds:
 --   step_s               seconds per step while nothing is saved
 --   stall_s              the time that training waits in checkpoint.save and, on rank 0, for the commit between two
 --                        steps
---   first_stall_s        the same for the first save, which allocates the memory for the copy
---   stall_percent        stall_s / (50 step_s), the share of the training time with one save every 50 steps
---   slowed_s             additional time of all steps while the thread writes
+--   first_stall_s        stall_s of the first save, which also allocates the memory for the copy
+--   stall_percent        stall_s / (50 * step_s): with one save every 50 steps, the share of the training time that is
+--                        lost
+--   slowed_s             additional time of the steps that run while the background thread writes
 --   write, disk          bytes per second of all ranks, for saves and for plain files
 --   write_over_disk      the ratio of the two rates
 --   sync_s               the time of a save without async
@@ -36,7 +37,7 @@ local function median(list)
   return list[math.floor((#list + 1) / 2)]
 end
 
--- Returns the largest number of all ranks.
+-- Returns the largest of the numbers that the ranks pass.
 local function largest(group, number)
   local all = ps.empty({ group:size() }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor({ number }, { dtype = "fp64" }))
@@ -94,7 +95,7 @@ return function(group, options)
     parts.step = round
     local at = checkpoints.save(folder, parts)
     local stall, extra = ps.now() - start, 0
-    -- Ends with the step in which rank 0 commits. This is the step after all files are complete.
+    -- The loop ends with the step in which rank 0 commits, which is the first step after all files are complete.
     repeat
       extra = extra + step() - step_s
     until not ps.any_rank(background.busy())

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/dist.lua merge [--parameters 1.56e9] [--ranks 4] [--folder /tmp]
 -- Writes the shards of an invented model in bf16, and merges them with tools/merge.lua in another process. Prints the
--- peak memory and the seconds of that process. Then removes the shards and the result, which have 2 bytes per parameter
--- each.
+-- peak memory of this process, and the seconds that it took. Then removes the shards and the merged file. The shards
+-- together have 2 bytes per parameter, like the merged file.
 local ps = require "ps"
 local paths = require "ps.paths"
 local lfs = require "lfs"
@@ -16,7 +16,7 @@ whole(parser:option("--ranks", "shards", "4"), 1)
 parser:option("--folder", "where to write", "/tmp")
 local args = command_line.parse(parser)
 
-local ROW = 1600  -- width of the tensors, as in GPT-2 XL; the largest tensor is its embedding with 80 M elements
+local ROW = 1600  -- width of the tensors, as in GPT-2 XL, whose largest tensor is the embedding with 80 M elements
 local folder = ("%s/psluajit-bench-merge"):format(args.folder)
 lfs.mkdir(folder)
 -- All blocks have the same values, but the file stores each block separately.

@@ -2,14 +2,14 @@
 -- psluajit bench/dist.lua zero [--model gpt2-medium] [--ranks 4] [--stage 3] [--tokens 64] [--steps 3] [--dtype bf16]
 -- Measures the savings and costs of sharding on this machine. It trains for a few steps in one process and in N
 -- processes, and prints one JSON line about both runs:
---   sent_over_theory     bytes of tensors that a rank sent in a step (mean over the ranks), divided by 3 x 2 bytes x
---                        parameters x (N-1)/N. A bf16 value has 2 bytes. The factor 3 is for stage 3, where parameters
---                        are gathered in forward and in backward, and gradients are reduced. For other stages, the
---                        factor is 2.
+--   sent_over_theory     bytes of tensors that a rank sent in a step (mean over the ranks), divided by 3 * 2 *
+--                        parameters * (N - 1) / N. The 2 is the size of a bf16 value in bytes. The 3 is for stage 3,
+--                        which gathers the parameters in forward and in backward and reduces the gradients. For other
+--                        stages, it is 2 instead.
 --   state_share          size of the model state in bytes (all chunks that stay) on the rank with the largest state,
 --                        divided by the size in one process
---   peak_share           peak memory of that rank, including gathered chunks and activations, divided by the peak of
---                        one process
+--   peak_share           peak memory of the rank with the largest state, including gathered chunks and activations,
+--                        divided by the peak of the run with one process
 --   step_s, one_step_s   median seconds of a step with N processes and with one process
 --   ranks_wait_s         the part of step_s that ranks spend waiting for other ranks
 local ps = require "ps"

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains an adapter on preferences. Compares the ids and the loss of each step with TRL's DPOTrainer and PEFT:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/dpo_losses.lua MODEL [--loss ipo] [--steps 50]
--- Both programs begin with the same new adapter, whose B is zero, and read the same rows in the same order. A row has a
--- question of a user, a chosen answer and a rejected answer. The reference is the model without its adapter. The
--- adapter must be zero, because TRL would treat another adapter as a part of the reference. Training uses AdamW without
--- decay, a constant rate, fp32 and no dropout. The Python needs trl, peft and datasets. The last line is one JSON
--- object:
+-- Both programs begin with the same new adapter, whose matrix B is zero, and read the same rows in the same order. A
+-- row has a question of a user, a chosen answer and a rejected answer. The reference model is the model without its
+-- adapter. B must be zero, because TRL would treat an adapter with another B as a part of the reference model. Training
+-- uses AdamW without decay, a constant rate, fp32 and no dropout. The Python needs trl, peft and datasets. The last
+-- line is one JSON object:
 --   steps, first_loss, last_loss
 --   largest                    largest relative difference between the losses of a step
 --   at                         the step with the largest difference
@@ -36,7 +36,7 @@ local WORDS = {}
 for word in ("the a red green blue old new small large house tree river stone bird cat dog runs sleeps sings under "
   .. "over near and but quickly slowly today often never seven three"):gmatch "%S+" do WORDS[#WORDS + 1] = word end
 
--- Returns a sentence of n words. The words depend on the index of the sentence.
+-- Returns a sentence of n words. The words depend on i, the index of the sentence.
 local function sentence(i, n)
   local words = {}
   for k = 1, n do words[k] = WORDS[(i * 31 + k * k * 7 + k * i) % #WORDS + 1] end
@@ -53,7 +53,7 @@ local function rows_of(n)
   return rows
 end
 
--- Returns the losses of psluajit. Training starts with the adapter in the folder.
+-- Trains with psluajit, starting with the adapter in the folder `adapter`. Returns the losses.
 local function trained(adapter, pairs_of, pad)
   local model = ps.lora.load(ps.from_pretrained(args.model, { dtype = "fp32", quiet = true }), adapter):train()
   ps.preference.wrap(model, { beta = args.beta, loss_type = args.loss })

@@ -2,15 +2,16 @@
 -- Compares a model folder with transformers, on lines of text in fp32:
 --   psluajit bench/exact.lua FOLDER --text README.md --lines 16
 -- The folder's tokenizer encodes non-empty lines, which are truncated to 64 tokens and padded. The body of the model
--- computes hidden states, and the gradients of their product with a fixed random tensor. bench/peers/exact_torch.py
--- computes the same in fp32 and in float64, and encodes the same lines. It runs with the Python of PS_TORCH_PYTHON or
--- python3. The last line is one JSON object. Differences are relative to the largest value of a tensor in float64, and
--- the worst tensor counts:
+-- computes hidden states. The loss is the product of the hidden states and a fixed random tensor, and backward computes
+-- its gradients. bench/peers/exact_torch.py encodes the same lines and computes the same values in fp32 and in float64.
+-- It runs with the Python of PS_TORCH_PYTHON or python3. The last line is one JSON object. The difference of a tensor
+-- is divided by the tensor's largest value in float64. A figure is the largest such difference of all tensors:
 --   hidden_error, gradient_error               difference between psluajit and float64
 --   torch_hidden_error, torch_gradient_error   difference between transformers in fp32 and float64
 --   hidden_difference, gradient_difference     difference between psluajit and transformers in fp32
---   key_bias_error                             error of the gradients of key biases, which are exactly zero in theory.
---                                              It is relative to the query bias of the same layer.
+--   key_bias_error                             error of the gradients of key biases. These gradients are exactly zero
+--                                              in theory, so the error is divided by the gradient of the query bias of
+--                                              the same layer.
 --   lines_with_other_ids                       number of lines that the two tokenizers encode differently
 local argparse = require "argparse"
 local cjson = require "cjson"

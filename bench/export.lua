@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares the time to convert a folder to a GGUF file with the rates of the disk. dd measures these rates before and
--- after the conversion, on the folder's own files and on a new file. Its reads and writes bypass the page cache
--- (O_DIRECT). The figures use the means of both measurements. The folder's files are not in the page cache when the
+-- Compares the time to convert a folder to a GGUF file with the rates of the disk. The rates are measured with dd
+-- before and after the conversion, and the figures use the mean of both measurements. dd reads the folder's own files
+-- and writes a new file, and bypasses the page cache (O_DIRECT). The folder's files are not in the page cache when the
 -- conversion begins.
 --   psluajit bench/export.lua FOLDER --type q8_0 --out FILE.gguf
 -- The last line of the output is a JSON object:
 --   seconds        time of the conversion, including the fsync of the file
 --   bound_s        bytes read / read rate + bytes written / write rate
---   share          bound_s / seconds, the share of the disk's rate that the conversion reaches
+--   share          bound_s / seconds, the conversion's rate as a share of the disk's rate
 --   bytes_read, bytes_written, read_gb_per_s, write_gb_per_s, processor_s, peak_rss_mib, largest_tensor_mib
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -23,8 +23,8 @@ local args = command_line.parse(parser)
 local ps = require "ps"
 local merge_folder = require "ps.lora.merge_folder"
 local quote = require("bench.process_lib").quote
-local BLOCK, PROBED = 8 * 2 ^ 20, 2 ^ 31                   -- number of bytes in a read or write; number of bytes in a
-                                                           -- probe
+local BLOCK, PROBED = 8 * 2 ^ 20, 2 ^ 31                   -- BLOCK: number of bytes per read or write; PROBED: number
+                                                           -- of bytes that dd reads and writes
 
 local files, bytes_read, largest = {}, 0, 0
 for name in lfs.dir(args.folder) do

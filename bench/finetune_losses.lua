@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Fine-tunes a chat model. Compares the loss of each step with that of transformers on the same ids and masks:
+-- Fine-tunes a chat model. Compares the loss of each step with the loss of transformers on the same ids and masks:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/finetune_losses.lua MODEL --data chats.jsonl [--steps 200]
 -- A step has one batch of conversations, in the order of the file. No conversation is used twice. Without --data, the
--- conversations are made from sentences of the documents. The user writes the beginning of a sentence, and the
--- assistant continues it. Training uses AdamW without weight decay, a constant rate and fp32.
+-- conversations are made from sentences of psluajit's Markdown documents. The user writes the beginning of a sentence,
+-- and the assistant writes the rest. Training uses AdamW without weight decay, a constant rate and fp32.
 -- tokenizer:apply_chat_template makes the ids and masks, and bench/peers/finetune_torch.py trains with the same ids and
 -- masks. The last line is one JSON object:
 --   steps, first_loss, last_loss
@@ -58,7 +58,8 @@ local function sentences()
   return rows
 end
 
--- Returns the ids and labels of each step. They are padded to the longest conversation of the step.
+-- Returns the ids and labels of each step. Each conversation is padded to the length of the longest conversation of its
+-- step.
 local function batches_of(tok, rows)
   local pad, steps = tok.pad_token_id or tok.eos_token_id or 0, {}
   local n = args.steps * args.batch
@@ -95,7 +96,7 @@ local function batches_of(tok, rows)
   return steps
 end
 
--- Returns the loss of each step in psluajit.
+-- Trains with psluajit. Returns the loss of each step.
 local function trained(steps)
   local model = ps.from_pretrained(args.model, { dtype = "fp32", quiet = true }):train()
   return losses_lib.train(model, #steps, args.lr, function(i)

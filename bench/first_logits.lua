@@ -3,13 +3,14 @@
 -- format.
 --   psluajit bench/first_logits.lua DIR [--make gpt2-xl] [--dtype bf16] [--ids "1 2"] [--rounds 3] [--mmap] [--cold]
 --     [--peer]
--- Each round starts a process that loads the folder, runs one row of ids, and reports logits.
---   --make   writes the folder first if it does not exist. It has random weights in --dtype, for a preset of
---            models/gpt2.lua.
+-- Each round starts a process that loads the folder, computes the logits of one row of ids, and prints them.
+--   --make   if the folder does not exist, writes it first, with random weights in --dtype for a preset of
+--            models/gpt2.lua
 --   --mmap   the weights stay in the file (mmap = true of from_pretrained)
 --   --cold   the file of the weights is dropped from the page cache before each run (`dd iflag=nocache`)
---   --peer   transformers does the same, alternating with psluajit (bench/peers/first_logits_torch.py, with the Python
---            of PS_TORCH_PYTHON or python3), and `dd` reads the file
+--   --peer   in each round, transformers also loads the folder and computes the logits
+--            (bench/peers/first_logits_torch.py, with the Python of PS_TORCH_PYTHON or python3), and `dd` reads the
+--            file
 -- Prints one JSON line. Seconds are medians of the rounds:
 --   file_bytes         size of the file in bytes
 --   seconds
@@ -41,8 +42,8 @@ parser:flag("--peer", "run transformers alternately with psluajit")
 parser:flag("--child", "(for this script) load, run, print the logits")
 local args = command_line.parse(parser)
 
-local TOLD, IDS = 64, {}                                   -- number of logits of the last id that are printed; the row
-                                                           -- of ids
+local TOLD, IDS = 64, {}                                   -- TOLD: number of the last id's logits that are printed;
+                                                           -- IDS: the row of ids
 for id in args.ids:gmatch("%d+") do IDS[#IDS + 1] = tonumber(id) end
 
 if args.child then
@@ -97,7 +98,7 @@ local function median(list)
   return list[math.floor((#list + 1) / 2)]
 end
 
--- Returns the largest difference between two lists of logits, divided by the largest logit.
+-- Returns the largest difference between the logits of the two lists, divided by the largest logit.
 local function difference(ours, theirs)
   local most, scale = 0, 0
   for i, x in ipairs(theirs) do
@@ -114,7 +115,7 @@ local peer = ("%s %s/bench/peers/first_logits_torch.py %s --dtype %s --threads %
   os.getenv "PS_TORCH_PYTHON" or "python3", quoted(paths.root), quoted(args.folder), args.dtype,
   require("ps").threads(), TOLD, table.concat(IDS, " "))
 
-if not args.cold then read_file() end  -- the first round then also finds the file in the page cache
+if not args.cold then read_file() end  -- reads the file into the page cache before the first round
 local seconds, reads, theirs = {}, {}, {}
 local result = { file_bytes = bytes, mmap = args.mmap or false, cold = args.cold or false, dtype = args.dtype }
 for round = 1, args.rounds do

@@ -1,20 +1,22 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/generate.lua DIR --ids "1 2 3" --max-new 20 [--num-beams 3] [--json]: continues ids with the model of
--- a folder in Hugging Face's format, greedily or by beams. Prints the ids of each sequence (prompt and continuation)
--- and the tokens per second. --ids can be given several times, with prompts of different lengths.
+-- psluajit bench/generate.lua DIR --ids "1 2 3" --max-new 20 [--num-beams 3] [--json]: continues prompts with the model
+-- of a folder in Hugging Face's format, by greedy search or beam search. Prints the ids of each sequence (prompt and
+-- continuation) and the tokens per second. --ids can be given several times, with prompts of different lengths.
 --   --json             prints one object with ids, tokens_per_s and seconds
 --   --rounds N         uses the fastest of N runs
---   --keep-quantized   the weights of a GGUF file stay packed, and are multiplied in this form
--- If the folder is not supported, stderr begins with a line `refused: FIELD = VALUE: why`, and the exit status is 2.
+--   --keep-quantized   the weights of a GGUF file stay packed, and products use the packed weights
+-- If the folder is not supported, the first line of stderr is `refused: FIELD = VALUE: why`, and the exit status is 2.
 --
--- With --peer, another process runs after each run of psluajit. It continues the same prompts with transformers, and
--- measures reads of memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). This adds
--- more figures. Each is from the fastest run:
+-- With --peer, another process runs after each run of psluajit. This process continues the same prompts with
+-- transformers, and measures the rate of reading memory (bench/peers/generate_torch.py, with the Python of
+-- PS_TORCH_PYTHON or python3). --peer adds these figures, each from the fastest run:
 --   peer_tokens_per_s
 --   peer_ratio            psluajit's rate divided by the peer's rate
---   sum_bytes_per_s       PyTorch's sums of 512 MiB (one stream per thread), for as long as psluajit's run took
---   streams_bytes_per_s   the engine's reads of the same size with four streams per thread (ps_probe_bandwidth)
---   memory_bytes_per_s    the larger of these two rates
+--   sum_bytes_per_s       the rate at which PyTorch sums 512 MiB (one stream per thread), measured for as long as
+--                         psluajit's run took
+--   streams_bytes_per_s   the rate at which the engine reads 512 MiB with four streams per thread
+--                         (ps_probe_bandwidth)
+--   memory_bytes_per_s    the larger of sum_bytes_per_s and streams_bytes_per_s
 --   memory_share          the bytes of weights that psluajit reads per second for one row, divided by
 --                         memory_bytes_per_s
 --   same_ids              true if both programs produced the same ids

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Repeats the training that produced golden values, and prints the errors. bench/golden_lib.lua defines them. GOLDEN is
--- a file of spec/golden, or a folder with golden.json and model.safetensors.
+-- Repeats the training that produced golden values, and prints the errors. bench/golden_lib.lua defines the errors.
+-- GOLDEN is a file of spec/golden, or a folder with golden.json and model.safetensors.
 --   psluajit bench/golden.lua GOLDEN [--device D] [--dtype T] [--recompute]
 --   psluajit tools/launch.lua --nproc-per-node N bench/golden.lua GOLDEN    each batch is split over N processes
 --     [--pipeline P [--micro-batches M] [--schedule S] [--virtual-stages V]]   each of P processes has a stage
 --     [--tensor T]                                            each of T processes has a part of every layer
 --     [--memory chunk --host 2MiB --disk DIR --device-memory 2MiB --chunk-size N --eviction P]
--- With memory "chunk", training uses ps.initialize. The errors equal those of "plain" to the last digit. The last line
--- is one JSON object: max_rel_loss_error, max_rel_grad_error, max_rel_param_error, and separately
+-- With --memory chunk, training uses ps.initialize. The errors are equal to the errors with --memory plain to the last
+-- digit. The last line is one JSON object: max_rel_loss_error, max_rel_grad_error, max_rel_param_error, and separately
 -- c_attn_bias_grad_error, c_attn_bias_param_error.
 local cjson = require "cjson"
 local argparse = require "argparse"

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a model and measures its errors against golden values, for bench/golden.lua and spec/engine/golden_spec.lua.
--- Golden values are float64 losses, the gradients of the first step, and the parameters after the last step. They are
--- in a file of spec/golden, which has a seed in place of weights (spec/oracle/make_golden.py). They can also be in a
--- folder with golden.json and model.safetensors.
--- The error of a tensor is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms. `c_attn.bias` is reported
--- separately, because the true gradient of its key part is zero, so Adam moves it by rounding noise.
+-- Golden values are float64 losses, the gradients of the first step, and the parameters after the last step. Golden
+-- values are read from a file of spec/golden, which contains a seed instead of the initial weights
+-- (spec/oracle/make_golden.py), or from a folder with golden.json and model.safetensors.
+-- The error of a tensor is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms, where * marks golden
+-- values. The error of `c_attn.bias` is reported separately: the true gradient of its key part is zero, so Adam moves
+-- this part by rounding noise.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
@@ -21,7 +22,8 @@ local function read_json(path)
   return cjson.decode(text)
 end
 
--- Returns Park and Miller's generator for numbers from 0 to 1. spec/oracle/make_golden.py uses the same generator.
+-- Returns a function that returns random numbers from 0 to 1, by Park and Miller's generator.
+-- spec/oracle/make_golden.py uses the same generator.
 local function draw(seed)
   local x = seed * 7919 % 2147483647
   local function next_number()
@@ -32,7 +34,7 @@ local function draw(seed)
   return next_number
 end
 
--- Writes the weights that belong to a seed to a file. make_golden.py uses the same rule.
+-- Writes a file with the initial weights that the seed data.seed determines. make_golden.py uses the same rule.
 local function write_weights(path, data)
   local names, tensors, number = {}, {}, draw(data.seed)
   for name in pairs(data.final_params) do names[#names + 1] = name end
@@ -68,7 +70,8 @@ local function compare(tensors, wanted)
   for name, t in pairs(tensors) do
     local want = wanted[name] or wanted[(name:gsub("^transformer%.", ""))]
     if not want then error("the golden values have no " .. name, 0) end
-    local err = ps.scope(tensor_error, t, want)          -- frees the memory of tensor_error, because budgets are tight
+    local err = ps.scope(tensor_error, t, want)          -- ps.scope frees the tensors of tensor_error at once, because
+                                                         -- budgets are tight
     if err ~= err then err = math.huge end
     if name:match("c_attn%.bias$") then apart = math.max(apart, err)
     elseif err >= worst then worst, worst_name = err, name end
@@ -77,7 +80,8 @@ local function compare(tensors, wanted)
 end
 golden.compare = compare
 
--- Checks that the processes together have compared all tensors, for any division of the tensors among them.
+-- Checks that each tensor was compared by at least one of the processes, however the tensors are divided among the
+-- processes.
 local function must_cover(tensors, wanted, group)
   local mine, all = {}, {}
   for name in pairs(tensors) do mine[(name:gsub("^transformer%.", ""))] = 1 end
@@ -89,7 +93,7 @@ local function must_cover(tensors, wanted, group)
   if there:min():item() < 1 then error("some golden values were not compared with any tensor", 0) end
 end
 
--- Gathers the whole tensor from the shards of all ranks along tp. All these ranks must call this function.
+-- Gathers a whole tensor from the shards of the ranks along tp. All ranks along tp must call this function.
 local function joined(p, t)
   local desc, group = shard.of(p), ps.mesh.group "tp"
   if not desc then return t end
@@ -102,7 +106,7 @@ local function joined(p, t)
   return shard.join(desc, parts)
 end
 
--- Gathers whole tensors. They are indexed by the names of parameters.
+-- Gathers whole tensors. Returns a table of them, by the names of parameters.
 local function all_joined(module, tensors)
   local list = {}
   for name, p in module:named_parameters() do
@@ -112,9 +116,9 @@ local function all_joined(module, tensors)
   return list
 end
 
--- Returns a run. Each kind of memory has the same interface: forward(x, y), backward(loss) and step(). There are also
--- tables of the gradients and of the fp32 values of the parameters by name. The fp32 values are masters if there are
--- any.
+-- Returns a run with plain memory. Runs have the same interface for each kind of memory. `module` is the model.
+-- train(x, y) runs forward and backward, and returns the loss. zero_grad() and step() are those of the optimizer.
+-- masters() returns the fp32 masters by name. close() ends the run.
 local function plain_run(data, weights, options)
   local model = gpt2.new(data.config, { dtype = options.dtype, device = options.device, recompute = options.recompute })
   model:load_weights(weights)
@@ -169,11 +173,11 @@ local function chunk_run(data, weights, options)
 end
 
 -- Returns the gradient of a tied parameter of which several stages have copies. It is the sum of the gradients of all
--- copies. The step computes this sum only before its norm or its update. `grad` and the result are nil if this rank
--- does not have the parameter. All ranks of a pipeline must call this function for each parameter.
+-- copies, which a step computes only before the gradient norm or before the update. `grad` and the result are nil if
+-- this rank does not have the parameter. All ranks of a pipeline must call this function for each parameter.
 local function whole_gradient(run, name, p, grad)
   local users, ranks = run.stages.vstages_of[name], {}
-  -- The sum along tp is computed after the sum over tied copies.
+  -- A step sums a gradient along tp only after it has summed the tied copies.
   if grad ~= nil and run.stages:copies() and shard.is_partial(p) then
     grad = ps.mesh.group "tp":all_reduce(grad:to("fp32"):to("cpu"):clone())
   end
@@ -185,7 +189,8 @@ local function whole_gradient(run, name, p, grad)
   return mine and sum or nil
 end
 
--- Returns this process's rows of a batch. The rows are divided as evenly as possible, in the order of the ranks.
+-- Returns this process's rows of a batch. The rows are divided among the ranks as evenly as possible, in the order of
+-- the ranks.
 local function my_rows(rows, group)
   if not group then return rows end
   local size, rank, mine = group:size(), group:rank(), {}
@@ -218,8 +223,8 @@ local function train(data, run, device, result, note, group)
       note("gradients are not compared: those of a tied parameter are summed only within the update")
     elseif step == 1 then
       local grads, worst = {}
-      local scaled = group or run.adds_up            -- otherwise the factor is 1, and the budgets are too small for
-                                                     -- copies
+      local scaled = group or run.adds_up            -- otherwise the factor is 1, and the gradients are not copied,
+                                                     -- because the budgets are too small for copies
       for name, p in run.module:named_parameters() do
         local grad = p:grad()                              -- nil if another rank has the parameter
         if run.stages then grad = whole_gradient(run, name, p, grad) end
@@ -236,7 +241,7 @@ local function train(data, run, device, result, note, group)
   end
 end
 
--- Returns the largest number of all processes, or NaN if any number is NaN.
+-- Returns the largest of the numbers that the processes pass, or NaN if one of the numbers is NaN.
 local function largest(value, group)
   if not group then return value end
   local all = ps.empty({ group:size() }, { dtype = "fp64" })
@@ -248,7 +253,7 @@ end
 ---@field device? string
 ---@field dtype? string
 ---@field recompute? boolean
----@field memory? "plain"|"chunk" "chunk" uses ps.initialize with the settings that follow
+---@field memory? "plain"|"chunk" "chunk" uses ps.initialize with the settings below
 ---@field host? string|integer budget of the host
 ---@field device_memory? string|integer budget of a device that is not the cpu
 ---@field disk? string folder of the disk tier

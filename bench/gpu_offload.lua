@@ -5,12 +5,13 @@
 --     --resident 110GiB --recompute
 --   psluajit bench/gpu_offload.lua --width 4096 --heads 32 --layers 79 --largest --device-memory 110GiB --host 100GiB
 --     --batch 1 --recompute
--- The last line is one JSON object. It has step_s and tokens_per_s (medians of the steps after the second), the losses,
--- and the bytes that moved per step in each direction.
---   --resident  first runs the same model with a budget in which nothing moves. compute_s is the step time of this run.
---               over_bound is step_s divided by the larger of compute_s and the time of the copies at the link's rates.
---   --largest   begins with --layers, and removes 3 % of the layers until the model fits. Each step also prints a JSON
---               object.
+-- The last line is one JSON object with step_s and tokens_per_s (medians over all steps except the first two), the
+-- losses, and the bytes that moved per step in each direction.
+--   --resident  before the measured run, runs the same model with this budget, in which nothing moves. compute_s is the
+--               step time of this first run. over_bound is step_s divided by the larger of compute_s and the time of
+--               the copies at the link's rates.
+--   --largest   begins with --layers layers, and removes 3 % of the layers until the model fits. Each step also prints
+--               a JSON object.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -84,7 +85,7 @@ local function run(all, model, optimizer, steps)
     print(("step %d loss %.5f: %.1f ms, %.3g GB up, %.3g GB down"):format(step, all.losses[step], s * 1e3,
       (up_now - up) / 1e9, (down_now - down) / 1e9))
     if all.losses[step] ~= all.losses[step] then error("the loss is not a number") end
-    if args.largest then  -- printed early, because the remaining runs can take too long
+    if args.largest then  -- printed after each step, because the process can be killed before the search ends
       print(cjson.encode { what = "step", layers = all.layers, parameters = all.parameters, step_s = s })
     end
   end

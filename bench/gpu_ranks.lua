@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/launch.lua --nproc-per-node N bench/gpu_ranks.lua [--mib M] [--device D]: measures collectives on the
--- memory of N GPUs. Sums are compared with those of host memory, bit for bit. Then M MiB (default 256) of fp32 per rank
--- are gathered and all-reduced. The engine's calls and direct calls of the library alternate. Rank 0 prints a JSON
--- line. A rate in GB/s is the smallest number of bytes that a rank must send, divided by the median time. With N = 1,
--- the rank sends nothing, but the run checks that NCCL loads, connects and copies.
+-- memory of N GPUs. First compares the sums with the sums of host memory, bit for bit. Then gathers and all-reduces M
+-- MiB (default 256) of fp32 per rank. The engine's calls alternate with direct calls of the library (NCCL). Rank 0
+-- prints a JSON line. A rate in GB/s is the smallest number of bytes that a rank must send, divided by the median time.
+-- With N = 1, the rank sends nothing, and the run only checks that NCCL loads, connects and copies.
 -- p2p: messages between devices, as the stages of a pipeline send them. The figures are the rate in GB/s for M MiB in
 -- MESSAGES consecutive messages, and the microseconds per message of one number if each message waits for the previous
 -- one.
@@ -55,7 +55,7 @@ for turn = 1, 11 do
     group:barrier()
     local began = ps.now()
     ways[name]()
-    -- calls return before their bytes have arrived
+    -- waits, because calls return before their bytes have arrived
     ps.check(ps.C.ps_groups_settle())
     times[name] = times[name] or {}
     if turn > 1 then table.insert(times[name], ps.now() - began) end     -- the first call also establishes the
@@ -63,8 +63,8 @@ for turn = 1, 11 do
   end
 end
 
--- Returns the seconds of a forward without computation in a pipeline of all ranks. They are the median of several
--- forwards on the slowest rank. Each forward sends `numel` fp32 numbers to the next virtual stage.
+-- Returns the seconds of a forward without computation in a pipeline of all ranks. Each virtual stage sends `numel`
+-- fp32 numbers to the next virtual stage. The result is the median over several forwards, on the slowest rank.
 local function forwards(virtual_stages, micro_batches, numel)
   local C, ffi = ps.C, ps.ffi
   local rows = require("ps.parallel.pipeline.table").table { schedule = "looped_bfs", stages = size,

@@ -2,8 +2,8 @@
 -- Measures the rates of single operations on a device: matrix products, attention and copies. Prints one JSON object
 -- per line.
 --   psluajit bench/gpu_speed.lua --part matmul|attention|copies [--device cuda] [--dtype bf16] [--small]
--- A rate is the best of a few runs. Each run starts a large number of operations in sequence. It ends when it has read
--- one element of the result.
+-- A rate is the best of a few runs. A run starts a large number of operations, and ends when it has read one element of
+-- the last result.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -22,8 +22,7 @@ local on = { dtype = args.dtype, device = args.device }
 
 local function wait(t) return t:reshape(-1)[0]:item() end
 
---- Returns the seconds that one call of fn takes. fn must return a tensor. The result is the best of three runs of `n`
---- calls.
+--- Returns the seconds that one call of fn takes, in the best of three runs of `n` calls. fn must return a tensor.
 local function seconds(n, fn)
   local best = math.huge
   wait(fn())
@@ -73,8 +72,8 @@ function parts.attention()
   end
 end
 
---- Measures copies between pageable host memory and the device, like those of a script's own :to(). Chunks of the
---- engine are in pinned memory instead. The offload part of gpu_check.sh measures their copies.
+--- Measures copies between pageable host memory and the device, like the copies that :to() makes in a script. The
+--- engine's chunks are in pinned memory instead. The offload part of gpu_check.sh measures copies of chunks.
 function parts.copies()
   local n = args.small and 2 ^ 16 or 2 ^ 28
   local host, there = ps.zeros { n }, ps.zeros({ n }, { device = args.device })

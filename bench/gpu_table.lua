@@ -3,7 +3,8 @@
 --   psluajit bench/gpu_table.lua --figures FILE            each JSON line in short
 --   psluajit bench/gpu_table.lua --part PART PART.tsv      lines "row<TAB>JSON": a table; nothing for other parts
 --   psluajit bench/gpu_table.lua --kernels FILE.csv        kernels that Nsight Compute timed, summed by name and grid
--- A ratio above 1 means that psluajit is better. If a program has several lines, its fastest line is used.
+-- A ratio above 1 means that psluajit is better. If a program has several lines for one figure, the fastest line is
+-- used.
 local cjson = require "cjson"
 
 local SHOWN = { "how", "kind", "model", "layers", "parameters", "batch", "n", "tflops", "head", "forward_ms", "both_ms",
@@ -40,7 +41,7 @@ local function read(path)
   return rows
 end
 
--- Returns the row with the largest figure. Considers only rows for which `take` returns true.
+-- Returns the row with the largest row[key]. Considers only the rows for which take(row) returns true.
 local function best(rows, key, take)
   local found
   for _, row in ipairs(rows) do
@@ -64,7 +65,7 @@ local function is_peer(row) return row.peer ~= nil end
 local parts = {}
 
 function parts.speed(rows)
-  local ceiling = 0  -- largest TFLOP/s of matrix products of all programs
+  local ceiling = 0  -- the largest TFLOP/s that any program reaches in matrix products
   for _, row in ipairs(rows) do
     ceiling = math.max(ceiling, row.what == "matmul" and row.tflops or 0, (row.gemm_peak_gflops or 0) / 1e3)
   end
@@ -104,7 +105,7 @@ function parts.speed(rows)
 end
 
 function parts.offload(rows)
-  -- The work of a step is its number of tokens times its number of parameters, so that a peer can have fewer layers.
+  -- Speeds are compared in tokens times parameters per second, because a peer's model can have fewer layers.
   for _, row in ipairs(rows) do
     if row.tokens_per_s and row.parameters then row.work = row.tokens_per_s * row.parameters / 1e9 end
   end

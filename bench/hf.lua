@@ -1,23 +1,25 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/hf.lua DIR [--train N] [--unpad] [--mmap] [--adapter ADIR | --lora R ...]: runs a Hugging Face folder
--- in evaluation mode (no dropout), in fp32. The class of the model is the one that config.json names in
--- `architectures`. The inputs are the tensors of DIR/inputs.safetensors (input_ids, labels, start_positions,
--- end_positions, token_type_ids, position_ids, attention_mask), and have the same meaning as in transformers. DIR may
--- also be a GGUF file. The other files are then in the folder of this file.
--- The outputs are written to DIR/outputs.safetensors. They are `logits`, or start_logits and end_logits. If the model
--- has no head, they are last_hidden_state and pooler_output. If there are labels, `loss` and the gradients grad.NAME
--- are also written. The gradients have the names and shapes of the tensors in the folder's files.
+-- psluajit bench/hf.lua DIR [--train N] [--unpad] [--mmap] [--adapter ADIR | --lora R ...]: runs the model of a Hugging
+-- Face folder in evaluation mode (no dropout), in fp32. `architectures` in config.json names the class of the model.
+-- The inputs are the tensors of DIR/inputs.safetensors (input_ids, labels, start_positions, end_positions,
+-- token_type_ids, position_ids, attention_mask), and have the same meaning as in transformers. DIR may also be a GGUF
+-- file. In this case the other files are in the same folder as the GGUF file.
+-- The outputs are written to DIR/outputs.safetensors. Depending on the model's head, the outputs are `logits`, or
+-- start_logits and end_logits. If the model has no head, the outputs are last_hidden_state and pooler_output. If there
+-- are labels, `loss` and the gradients grad.NAME are also written. The gradients have the names and shapes of the
+-- tensors in the folder's files.
 --   --unpad           the model has unpad = true
 --   --mmap            weights stay in the folder's files if possible
 --   --train N         runs N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch. Also writes `losses` [N],
 --                     and DIR/trained, a folder that can be loaded.
---   --adapter ADIR    uses the adapter in a folder of PEFT
+--   --adapter ADIR    uses the adapter in ADIR, a folder in PEFT's format
 --   --lora R [--rslora] [--dora] [--alpha A] [--targets LIST]
---                     uses a new adapter (dropout 0). It has the tensors lora.NAME of inputs.safetensors, where NAME is
---                     PEFT's name. The other tensors of the adapter are initialized from the seed. LIST contains names
---                     that are separated by commas. Its default is all-linear.
--- With an adapter, only the adapter is trained, gradients are grad.NAME, and --train writes DIR/adapter, a folder of
--- PEFT.
+--                     uses a new adapter (dropout 0). Its tensors are read from the tensors lora.NAME of
+--                     inputs.safetensors, where NAME is PEFT's name. Tensors of the adapter that are not in this file
+--                     are initialized from the seed. LIST contains names that are separated by commas. Its default is
+--                     all-linear.
+-- With an adapter, only the adapter is trained, the gradients grad.NAME are the adapter's gradients, and --train writes
+-- DIR/adapter, a folder in PEFT's format.
 -- If the folder or the batch is not supported, the exit status is 2, and stderr begins with a line of this form:
 --   refused: FIELD = VALUE: why
 local ps = require "ps"
@@ -25,7 +27,7 @@ local settings = require "ps.pretrained.settings"
 
 local LABELS = { labels = true, start_positions = true, end_positions = true }
 
--- Returns the tensors of a batch. Also returns the tensors of an adapter by PEFT's names.
+-- Returns the tensors of the batch in the file, and the tensors of the adapter by PEFT's names.
 local function inputs_of(path)
   local file, batch, lora = ps.safetensors.open(path), {}, {}
   for _, name in ipairs(file:names()) do

@@ -1,14 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Times the steps of a model whose optimizer state does not fit on the device. The device is the simulated device
--- `sim`, with several rates of its link. Updates are divided between host and device in several ways: all on the host;
--- on the device only the units that stay there (margin); given shares of the units on the device; all on the device;
--- and as planned. The runs for one link rate alternate their steps, so that other load on the machine affects all of
--- them equally. Adam on the host is slowed down (PS_CPU_ISA=sse2), because a real accelerator also updates faster than
--- its host.
+-- `sim`, with several rates of its link. Updates are divided between host and device in several ways:
+--   - all on the host
+--   - on the device only for units that stay on the device (margin)
+--   - on the device for given shares of the units
+--   - all on the device
+--   - as planned
+-- The runs for one link rate alternate their steps, so that other load on the machine affects all runs equally. Adam on
+-- the host is slowed down (PS_CPU_ISA=sse2), because a real accelerator updates faster than its host.
 --   psluajit bench/hybrid_adam.lua --links 0.25,0.5,1,2,4
--- Prints a row for each link rate. The row has the milliseconds of the shortest step of each run. The shortest step is
--- used, because other load makes steps longer. For the planned division, the row also has the number of units on the
--- device. The last line is one JSON object:
+-- Prints a row for each link rate. The row contains the milliseconds of the shortest step of each run, because other
+-- load on the machine only makes steps longer. For the planned division, the row also contains the number of units that
+-- the device updates. The last line is one JSON object:
 --   planned_over_best   the step time of the planned division divided by the shortest step time of the other divisions,
 --                       at the worst link rate
 --   exact               true if, for each link rate, all runs ended with the same bits
@@ -32,7 +35,8 @@ local args = command_line.parse(parser)
 
 local WARM = 3
 
---- The two extremes. With SHUT, no update uses the link. With OPEN, all updates use it.
+--- Two extreme sets of rates. With SHUT, the planner sends no update over the link. With OPEN, it sends all updates
+--- over the link.
 local SHUT, OPEN = { up = 1, down = 1, at_once = 0 }, { host_adam = 1, device_adam = 1e15, up = 1e15, down = 1e15 }
 
 local function least(list) return math.min(unpack(list)) end

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Counts instructions for each line of C, with callgrind of valgrind. The program must be built with -g. Lines of
--- inlined functions are also counted.
+-- Counts the instructions of each line of C, with valgrind's callgrind. The program must be built with -g. Instructions
+-- of an inlined function are counted for the lines of this function.
 local paths = require "ps.paths"
 
 local lib = {}
 
 ---@class bench.Instructions
----@field total integer number of instructions in the whole part
----@field by table<string, table<integer, integer>> file -> line -> instructions of the line itself, without calls
+---@field total integer number of all counted instructions
+---@field by table<string, table<integer, integer>> file -> line -> instructions of the line, without its calls
 
 --- Reads a file that callgrind wrote with --dump-line=yes --compress-strings=no --compress-pos=no.
 ---@param name string
@@ -33,8 +33,8 @@ function lib.read(name)
   return counts
 end
 
--- Returns the lines of a source file and the file's name below src/. Returns nil if the file is not in src/. The
--- argument is the name that the compiler recorded.
+-- `name` is the name of a source file that the compiler recorded. Returns the lines of the file and its name relative
+-- to src/. Returns nil if the file is not in src/.
 local function source(name)
   local below = ("/" .. name):match "^.*/src/(.*)$"
   local f = below and io.open(paths.root .. "/src/" .. below)
@@ -45,9 +45,9 @@ local function source(name)
   return lines, below
 end
 
---- Sums the instructions of those lines of src/ for which a function returns true.
+--- Returns the sum of the instructions of all lines of src/ for which takes(file, text) returns true.
 ---@param counts bench.Instructions
----@param takes fun(file: string, text: string): boolean gets the file's name below src/ and the text of the line
+---@param takes fun(file: string, text: string): boolean called with the file's name relative to src/ and a line's text
 ---@return integer taken
 ---@return integer all number of instructions in src/, or 0 if the program was not built with -g
 function lib.of(counts, takes)
@@ -62,8 +62,8 @@ function lib.of(counts, takes)
   return taken, all
 end
 
---- Runs a command under callgrind. Counts the instructions from the first call of one C function to the next call of
---- another function. They are the instructions of one thread on a processor with AVX2, which valgrind emulates.
+--- Runs a command under callgrind. Counts the instructions from the first call of the C function `from` to the next
+--- call of `to`. The command runs on one thread, on an emulated processor with AVX2.
 ---@param command string a command that is quoted for a shell
 ---@param from string the name of a C function
 ---@param to string

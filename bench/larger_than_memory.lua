@@ -8,13 +8,14 @@
 --                  this run
 --   step_over_bound, peak_rss_mib, rates
 --   bytes_moved    number of bytes that the last step moved
---   disk_gb_per_s  the bytes moved divided by step_s
+--   disk_gb_per_s  bytes_moved divided by step_s
 --   state_bytes    size in bytes of all chunks: parameters, masters and the optimizer's states
 --   losses         the losses of all steps
---   making_s, making_processor_s   the time in which the model was made
+--   making_s, making_processor_s   the wall-clock time and the processor time in which the model was created
 --   planned_read, planned_written, planned_peak   the plan's bytes per step, and its peak on the host
 --   host_peak      the highest number of bytes that the engine had on the host
---   least_moved, moved_over_least  with --bound: the bytes that any policy must move (bench/bound_lib.lua)
+--   least_moved, moved_over_least  with --bound: the number of bytes that any policy must move (bench/bound_lib.lua),
+--                                  and bytes_moved divided by it
 --   hash           with --hash: a hash over the bits of all trained parameters and masters after the last step
 --   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
 --   psluajit bench/larger_than_memory.lua --family llama --model llama-3-8b --optimizer AdamW8bit --master remainder \
@@ -86,7 +87,7 @@ if args.family == "gpt2" then
 else
   options.num_hidden_layers, options.hidden_size, options.num_attention_heads = args.layers, args.width, args.heads
 end
--- Makes the model. With --lora, adds the adapter.
+-- Creates the model. With --lora, adds the adapter to it.
 local function make(device)
   if args.folder then
     local given = { dtype = "auto", recompute = options.recompute, device = device }
@@ -110,7 +111,7 @@ local numel, flops = shape:num_parameters(), shape:flops_per_token(args.seq)
 -- gradient uses the memory of its weight.
 local state = args.dtype == "fp32" and 8 or args.master == "remainder" and 4 or 6
 state = state + optimizers.states_most(kind.states)
--- weights that are stored in another order
+-- weights that are copied because the file stores them in another order
 local copied = args.keep_quantized and args.folder:find "%.gguf$" and 0.53 or 0
 local need = args.limit or args.lora and numel * copied + 2 ^ 30
   or numel * (state + 4) * 1.02 + 2 ^ 28
@@ -146,8 +147,8 @@ result.making_s, result.making_processor_s = ps.now() - began, os.clock() - cloc
 print(("initialised in %.1f s (processor %.1f), peak RSS %.0f MiB"):format(result.making_s, result.making_processor_s,
   ps.peak_rss() / 2 ^ 20))
 
--- Returns the number of bytes with which the disk is measured. It is 1 GiB, but at most the host's budget and at most
--- half of the disk tier's free bytes.
+-- Returns the number of bytes that are written and read to measure the disk: 1 GiB, but at most the host's budget and
+-- at most half of the disk tier's free bytes.
 local function probe_nbytes()
   if args.no_disk then return 0 end
   local tiers = require("ps.memory.chunks").tiers()

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/llama_cpp.lua FILE.gguf [--dtype bf16] [--keep-quantized] [--int8-activations] [--json]: reads a
--- prompt of --prompt tokens and generates --tokens tokens. psluajit and llama.cpp do this in turn, in --rounds rounds.
--- PS_LLAMA is the folder of llama.cpp (tools/oracle.sh llama). PS_TORCH_PYTHON is a Python with numpy. With
--- --peer-file, llama.cpp runs another file, for example one of other types. The figures are those of each program's
--- fastest round:
+-- psluajit bench/llama_cpp.lua FILE.gguf [--dtype bf16] [--keep-quantized] [--int8-activations] [--json]: compares
+-- psluajit with llama.cpp. In each of --rounds rounds, both programs, one after the other, read a prompt of --prompt
+-- tokens and generate --tokens tokens. PS_LLAMA is the folder of llama.cpp (tools/oracle.sh llama). PS_TORCH_PYTHON is
+-- a Python with numpy. With --peer-file, llama.cpp runs a different file, for example a file with other types. The
+-- figures of each program are from its fastest round:
 --   prompt_tokens_per_s
 --   decode_tokens_per_s         without the first token
---   peer_*                      the same two figures for llama.cpp
+--   peer_*                      prompt_tokens_per_s and decode_tokens_per_s of llama.cpp
 --   prompt_ratio, decode_ratio  psluajit's rate divided by the peer's rate
 --   *_cpu                       the same figures in tokens per second of processor time. Processor time depends less on
 --                               other programs, but it includes the time in which the threads of a program wait for
@@ -34,8 +34,8 @@ local args = command_line.parse(parser)
 
 local KEYS = { "prompt_s", "prompt_cpu_s", "decode_s", "decode_cpu_s" }
 
--- Returns a table with four times and the ids. The times are the seconds and the processor seconds of the prompt, and
--- those of the tokens after the first token.
+-- Returns a table with the generated ids and four times: the seconds and the processor seconds of the prompt, and the
+-- seconds and the processor seconds of all tokens except the first.
 local function ours(model, ids)
   local result, wall, cpu = {}, ps.now(), os.clock()
   local out = model:generate({ ids }, args.tokens, { do_sample = false, eos_token_id = false, kv_cache = args.kv_cache,

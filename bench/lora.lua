@@ -6,16 +6,17 @@
 --   --peer-dtype fp32   the frozen weights of the peer are fp32. On processors without AVX-512, PyTorch computes fp32
 --                       faster than bf16, and a step in bf16 takes minutes.
 --   --peer-adapter      the type of PEFT's adapters; PEFT's default is fp32, which psluajit also uses
---   --folder DIR        uses the frozen model of a folder instead. Its weights can also be NF4. They stay packed in
---                       both programs. The Python then also needs bitsandbytes.
+--   --folder DIR        uses the frozen model of a folder instead of a shape. The weights can also be NF4. NF4 weights
+--                       stay packed in both programs, and the Python also needs bitsandbytes for them.
 --   --targets LIST      only these layers have adapters, such as q_proj,v_proj
---   --quantize TYPE [--double-quant]   a second model of the same shape trains alternately with the first model. Its
---                                      weights are packed by ps.quantize (QLoRA). The last line then also has
---                                      packed_cpu_s and packed_over_bf16, the ratio of processor seconds.
--- The last line is one JSON object. Its figures are tokens_per_s and cpu_s (medians of the rate and of the processor
--- seconds of a step), peak_rss_mib, and with --peer peer_tokens_per_s, peer_cpu_s, peer_peak_rss_mib, speed_ratio (of
--- processor seconds) and memory_ratio. Weights are random. Processor seconds allow a fair comparison even if other
--- programs run.
+--   --quantize TYPE [--double-quant]   a second model of the same shape, whose weights are packed by ps.quantize
+--                                      (QLoRA), trains alternately with the first model. The last line then also
+--                                      contains packed_cpu_s, and packed_over_bf16, the second model's processor
+--                                      seconds divided by the first model's.
+-- The last line is one JSON object. It contains tokens_per_s and cpu_s (medians of the rate and of the processor
+-- seconds of a step) and peak_rss_mib. With --peer, it also contains peer_tokens_per_s, peer_cpu_s, peer_peak_rss_mib,
+-- speed_ratio (a ratio of processor seconds) and memory_ratio. Weights are random. Processor seconds allow a fair
+-- comparison even if other programs run.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -115,14 +116,14 @@ local ours, theirs, packed = { seconds = {}, cpu = {} }, { seconds = {}, cpu = {
 local function put(list, answer)
   for key, values in pairs(list) do values[#values + 1] = answer[key] end
 end
-for _ = 1, 2 do                                            -- a warm-up, in which both programs make plans and kernels
+for _ = 1, 2 do                                            -- a warm-up, in which both programs create plans and kernels
   step(model, optimizer)
   if small then step(small, small_optimizer) end
   if peer then peer:ask "step" end
 end
 if args.profile then ps.profiler.start() end
 for round = 1, args.rounds do
-  local first = round % 2 == 0 and peer and peer:ask "step"  -- the two programs alternate in running first
+  local first = round % 2 == 0 and peer and peer:ask "step"  -- in every second round, the peer runs first
   local own = step(model, optimizer)
   put(ours, own)
   if small then put(packed, step(small, small_optimizer)) end

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The training loop and the comparison for benchmarks that compare losses with those of another program.
+-- A training loop and a comparison of losses, for benchmarks that compare psluajit's losses with the losses of another
+-- program.
 local ps = require "ps"
 
 local lib = {}

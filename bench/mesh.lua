@@ -2,34 +2,35 @@
 -- psluajit bench/mesh.lua [--steps 10] [--layouts 2,2,1;...] [--figures-only]: trains a small GPT-2 on meshes of dp, pp
 -- and tp, and compares the results with those of one rank (bench/mesh_lib.lua). The script itself starts up to 8 ranks.
 -- It prints one JSON line:
---   layouts              for each layout: dp, pp, tp, zero, sgd; the largest relative errors of the losses, of the
---                        gradient of any tensor at the first step, and of the norm of the gradients
---   dropout_masks_equal  true if dropout and attention zero the same elements on two ranks of tp as on one rank
---   tp2_parameter_ratio  number of GPT-2's parameters on one of two ranks, divided by the number of all parameters
---   sp_activation_ratio  number of bytes that a block keeps for backward on one of two ranks, divided by the number on
---                        a single rank
+--   layouts              for each layout: dp, pp, tp, zero, sgd; the largest relative error of the losses, of the
+--                        gradients of all tensors in the first step, and of the gradient norms
+--   dropout_masks_equal  true if dropout and attention drop the same elements on two ranks along tp as on one rank
+--   tp2_parameter_ratio  number of parameters of GPT-2 on one of two ranks, divided by the number of all its parameters
+--   sp_activation_ratio  number of bytes that a block keeps for backward on one of two ranks, divided by the number of
+--                        bytes that it keeps on a single rank
 --   sp_activation_ratio_kept, sp_activation_ratio_pieces
---                        the same with tp_keep_gathered, and with tp_overlap_comm = 4
+--                        sp_activation_ratio with tp_keep_gathered, and with tp_overlap_comm = 4
 --   bytes_over_theory    bytes that a rank sends, divided by the theoretical number of bytes
---     tp                 per layer and micro-batch; in theory 10 (t - 1) / t times the bytes of B T C numbers
---     tp_pieces          the same with tp_overlap_comm = 4
---     tp_kept            the same with tp_keep_gathered; in theory the factor is 8 (t - 1) / t
---     dp                 in a step of ZeRO's stage 1; in theory 2 (N - 1) / N times the bytes of all parameters
---     dp_zero_3          the same for stage 3; in theory the factor is 3 (N - 1) / N
+--     tp                 per layer and micro-batch; in theory 10 * (t - 1) / t times the size of B * T * C numbers
+--     tp_pieces          like tp, with tp_overlap_comm = 4
+--     tp_kept            like tp, with tp_keep_gathered; in theory the factor is 8 * (t - 1) / t
+--     dp                 in a step of ZeRO's stage 1; in theory 2 * (N - 1) / N times the size of all parameters
+--     dp_zero_3          like dp, for stage 3; in theory the factor is 3 * (N - 1) / N
 --     pp                 messages of the first of two stages; in theory the bytes of the activations [B, T, C] between
 --                        the stages
 --   plan_175b_s, plan_175b_mib
---                        figures of bench/planner.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks of other
---                        machines
+--                        the figures of bench/planner.lua for a plan of a model of GPT-3's sizes on dp 4 x pp 8 x tp 8
+--                        ranks of other machines
 --   small_all_reduce_over_gloo, small_all_reduce_p99_over_gloo
 --                        seconds of all-reduces of 4 KiB within a planned step of two ranks, divided by the seconds of
---                        Gloo's own calls, which are made between them; medians and 99th percentiles
+--                        Gloo's own calls, which alternate with these all-reduces. The first figure is the ratio of the
+--                        medians, and the second is the ratio of the 99th percentiles.
 --   small_all_reduce_planned   the share of these all-reduces that followed the plan
---   overlap_ratio        seconds of forward and backward of a block on two ranks of one thread each. Rows are exchanged
---                        in 4 pieces during products. The seconds are divided by the longer of two times: the time of
---                        the block's computation alone, and the time of its exchanges alone. The links are such that
---                        both times are nearly equal (PS_SIM_LINK).
---   overlap_ratio_composed   the same with exchanges before and after products
+--   overlap_ratio        seconds of forward and backward of a block on two ranks of one thread each, divided by the
+--                        longer of two times: the time of the block's computation alone, and the time of its exchanges
+--                        alone. Rows are exchanged in 4 pieces while products are computed. The rate of the links
+--                        (PS_SIM_LINK) is chosen so that the two times are nearly equal.
+--   overlap_ratio_composed   overlap_ratio if the exchanges run before and after the products
 --   overlap_seconds      medians of all four times
 local ps = require "ps"
 local argparse = require "argparse"
@@ -52,7 +53,7 @@ parser:flag("--overlap-only", "overlap_ratio alone")
 parser:option("--run", "(for this script) a rank's job, in JSON"):hidden(true)
 local args = command_line.parse(parser)
 
--- Each layout has dp, pp, tp, the ZeRO level, and true if its steps use SGD.
+-- Each layout is {dp, pp, tp, ZeRO stage, sgd}. sgd is true if the steps use SGD.
 local LAYOUTS = { { 2, 1, 1 }, { 1, 2, 1 }, { 1, 1, 2, 0, true }, { 2, 2, 1, 1 }, { 2, 1, 2, 2 }, { 1, 2, 2 },
   { 1, 1, 4 }, { 1, 4, 1 }, { 2, 2, 2, 1, true }, { 4, 1, 2, 3 }, { 1, 2, 4, 0, true }, { 2, 1, 4, 1 }, { 1, 4, 2 },
   { 1, 1, 8 } }
@@ -81,7 +82,7 @@ local function activations_of(model)
   return count.parts(model, { x, x, n = 2 })[2].activations
 end
 
--- Returns the number of bytes that this rank sends along tp in the first micro-batch of a step. The model has `layers`
+-- Returns the number of bytes that this rank sends along tp in the first micro-batch of a step of a model with `layers`
 -- layers.
 local function sent(layers, how)
   ps.manual_seed(1)
@@ -95,7 +96,8 @@ local function sent(layers, how)
   for out in model:micro_batches(x, x) do
     if not bytes then
       local before = group:bytes_sent()
-      -- The forward of this micro-batch ran before `before` was read, so a second forward is counted instead.
+      -- The forward of this micro-batch had already run when `before` was read. Hence a second forward is run and
+      -- counted.
       ps.no_grad(function() model.module:train(true)(x:narrow(0, 0, how.B), x:narrow(0, 0, how.B)) end)
       bytes = group:bytes_sent() - before
       before = group:bytes_sent()
@@ -115,9 +117,10 @@ local function over_theory(kept, pieces)
   return layer / ((kept and 8 or 10) / 2 * how.B * how.T * how.C * 4)
 end
 
--- Returns the number of bytes that a rank sends along dp in a step, divided by the number that a ZeRO level must send
--- for P numbers. That number is 2 (N - 1) / N times P for the sums of gradients and the updated values. Level 3 sends
--- the values once in forward and once in backward, so its factor is 3 (N - 1) / N.
+-- Returns the number of bytes that a rank sends along dp in a step, divided by the theoretical number of bytes for the
+-- ZeRO stage. For stages below 3, a rank must send 2 * (N - 1) / N times the size of the parameters: gradients to be
+-- summed, and updated values. Stage 3 sends the values in forward and again in backward, so its factor is 3 * (N - 1) /
+-- N.
 local function data_parallel(stage)
   ps.manual_seed(1)
   local model, optimizer = ps.initialize { quiet = true, model_func = function()
@@ -125,8 +128,8 @@ local function data_parallel(stage)
       { dropout = 0 })
   end, config = { plan_print = false, optimizer = { type = "AdamW" }, zero_optimization = { stage = stage } } }
   local x, group, mine = ps.zeros({ 2, 64 }, { dtype = "int32" }), ps.mesh.group "dp", 0
-  for _ = 1, 2 do                                          -- two steps, because ranks compare their models in the first
-                                                           -- one
+  for _ = 1, 2 do                                          -- the second step is counted, because ranks compare their
+                                                           -- models in the first step
     local before = group:bytes_sent()
     model:backward(model(x, x))
     optimizer:step()
@@ -134,13 +137,13 @@ local function data_parallel(stage)
   end
   local numel = numel_of(model.module)
   model:close()
-  -- the mean over all ranks
+  -- averages over all ranks
   local all = group:all_reduce(ps.tensor({ mine }, { dtype = "fp64" })):item() / group:size()
   return all / ((stage == 3 and 3 or 2) * (group:size() - 1) / group:size() * numel * 4)
 end
 
--- Returns the size in bytes of the messages that the first of two stages sends in a step of several micro-batches. It
--- is divided by the size of the activations [B, T, C] between the stages.
+-- Returns the size of the messages that the first of two stages sends in a step of several micro-batches, divided by
+-- the size of the activations [B, T, C] between the stages.
 local function pipeline()
   local m, B, T = 4, 8, MODEL.n_positions
   local model, optimizer = ps.initialize { quiet = true, model_func = function()
@@ -159,9 +162,9 @@ local function pipeline()
   return nbytes / (B * T * MODEL.n_embd * 4)
 end
 
--- Returns the dropout masks of a training forward. Each mask is a list of 0 and 1, with the position of its first
--- number in the whole mask. The masks are those of dropout over flat rows, and those of attention [B, H, T, T] for this
--- rank's heads.
+-- Returns the dropout masks of a training forward: the masks of dropout over flat rows, and the masks of attention [B,
+-- H, T, T] for this rank's heads. Each mask is a list of 0 and 1, and contains the position of its first number in the
+-- whole mask.
 local function masks(tp)
   local list, rng = {}, ps.rng()
   local dropout, packed = F.dropout, F.attention_packed
@@ -178,8 +181,8 @@ local function masks(tp)
   end
   function F.attention_packed(qkv, heads, options)
     local mask = again(function()
-      -- The value of position i is 1 in column i and 0 in all other columns, so the output equals the attention
-      -- weights.
+      -- The value vector of position i is 1 in column i and 0 in the other columns. Hence the output is the matrix of
+      -- attention weights.
       local B, T, D = qkv:size(0), qkv:size(1), qkv:size(2) / heads / 3
       local eye = ps.zeros { T, D }
       for i = 0, T - 1 do eye[{ i, i }] = 1 end
@@ -218,7 +221,7 @@ local function figures()
     bytes_over_theory = { tp = over_theory(false), tp_kept = over_theory(true), tp_pieces = over_theory(false, 4) } }
 end
 
--- Measures the time of a step whose forward makes small all-reduces. Its all-reduces alternate with Gloo's all-reduces.
+-- Measures the small all-reduces of a step's forward. They alternate with Gloo's own all-reduces.
 local function latency()
   local group, world, ours, gloo, forwards, planned = nil, nil, {}, {}, 0, 0
   local raw_in, raw_sum = ps.zeros { 1024 }, ps.zeros { 1024 }
@@ -260,8 +263,8 @@ local function latency()
     small_all_reduce_planned = planned / (#ours + 4) }
 end
 
--- Returns a group that has two ranks but contains only this one. It is used to time the computation of a block without
--- exchanges. The other rank's rows are a copy of this rank's rows.
+-- Returns a group that reports two ranks but exchanges nothing. It is used to time the computation of a block without
+-- exchanges. Where the other rank's rows are needed, the group returns a copy of this rank's rows.
 local function nobody(group)
   local alone = setmetatable({}, { __index = group })
   function alone:gathered_linear(x, w, b, how)
@@ -275,8 +278,8 @@ local function nobody(group)
   return alone
 end
 
--- Returns the seconds of forward and backward of a block, and of their parts. If how.link is set, they are measured
--- alternately.
+-- Returns the median seconds of forward and backward of a block, without its exchanges. If how.link is set, also
+-- returns the seconds of its exchanges alone, and of the block with exchanges in both forms.
 local function overlap(how)
   local group, C, B, T = ps.mesh.group "tp", 1024, 4, 256
   ps.manual_seed(1)
@@ -412,7 +415,7 @@ local function layout_rows()
   return rows
 end
 
--- Returns true if two ranks along tp zeroed the same elements as one rank, and if they zeroed at least one element.
+-- Returns true if two ranks along tp dropped the same elements as one rank, and if at least one element was dropped.
 local function masks_equal()
   run(1, { what = "masks", tp = 1 })
   run(2, { what = "masks", tp = 2 })
@@ -443,7 +446,8 @@ local function masks_equal()
   return dropped > 0
 end
 
--- The link is so slow that the exchanges take as long as the computation that was measured before.
+-- Measures overlap_ratio. First measures the computation alone, and then sets the rate of the link so that the
+-- exchanges take as long as the computation.
 local function overlap_rows()
   run(2, { what = "overlap" })
   local free = read "overlap.0"

@@ -3,10 +3,11 @@
 -- bench/mesh.lua and spec/parallel/tensor_parallel_ranks_spec.lua use it. mesh_lib.rank runs on each rank and writes
 -- files. mesh_lib.compare runs in another process, joins the tensors of the ranks and compares them.
 --
--- There are two runs. The first run is a single step of SGD without momentum. A gradient is computed from this step as
+-- There are two runs. The first run is a single step of SGD without momentum. The gradient of a parameter is computed
+-- from this step as
 --   (value before - value after) / learning rate
--- This is correct for every layout, no matter where the layout stores its gradients. The second run starts again from
--- the initial values and has o.steps steps.
+-- This formula is correct for every layout, no matter where the layout stores gradients. The second run starts again
+-- from the initial values and has o.steps steps.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
@@ -31,7 +32,7 @@ local lib = {}
 ---@field micros? integer number of micro-batches (default 1)
 ---@field steps? integer number of steps in the second run (default 3), or 0 for no second run
 ---@field sgd? boolean true if the second run uses SGD with momentum instead of AdamW
----@field clip? number norm to which gradients are clipped (default 1)
+---@field clip? number the maximum norm of the gradients (default 1)
 ---@field config? table the configuration for ps.initialize
 
 local hash_out = ps.ffi.new "uint64_t[1]"
@@ -75,7 +76,7 @@ local function step(o, model, optimizer, number)
     { dtype = "int32" })
   local n = rows / mesh.size "dp"
   local first = mesh.rank "dp" * n
-  ps.rng().sample = first                          -- samples have the same numbers as on one rank
+  ps.rng().sample = first                          -- samples have the same indices as on one rank
   local sum, count = 0, 0
   optimizer:zero_grad()
   x, y = x:narrow(0, first, n):contiguous(), y:narrow(0, first, n):contiguous()
@@ -92,7 +93,7 @@ local function step(o, model, optimizer, number)
   return mean(sum / count)
 end
 
--- Writes this rank's tensors and their positions in the whole tensors.
+-- Writes this rank's tensors, and their positions within the whole tensors.
 local function save(o, model, name)
   local state, places = {}, {}
   local of = {}
@@ -109,9 +110,11 @@ local function save(o, model, name)
   assert(f:close())
 end
 
---- Trains on this rank. Writes files to o.folder. Their names begin with o.name. The files contain the values before
---- the first run (.begin), after the first run (.sgd) and after the second run (.end). Another file (.run) contains the
---- losses of both runs, the norms of the second run, and the number of elements.
+--- Trains on this rank. Writes these files to o.folder, with names that begin with o.name:
+---   .begin  the values before the first run
+---   .sgd    the values after the first run
+---   .end    the values after the second run
+---   .run    the losses of both runs, the gradient norms of the second run, and the number of elements
 ---@param o bench.Mesh
 function lib.rank(o)
   local model, optimizer = open(o, { type = "SGD", params = { lr = 100 } }, 0)
@@ -143,8 +146,8 @@ local function read_json(path)
   return value
 end
 
---- Joins the tensors that `size` ranks wrote under a name. Returns the whole tensors. If several ranks have the same
---- shard, their shards must be bit-identical.
+--- Joins the tensors that `size` ranks wrote under the name `name`. Returns the whole tensors. If several ranks wrote
+--- the same shard, its copies must be bit-identical.
 ---@param folder string
 ---@param name string
 ---@param size integer
@@ -191,8 +194,8 @@ local function largest(list, wanted)
   return worst
 end
 
---- Compares the results of several ranks with the results of one rank. The results of one rank were written under the
---- name `one`.
+--- Compares the results that `size` ranks wrote under the name `name` with the results that a single rank wrote under
+--- the name `one`.
 ---@param folder string
 ---@param name string
 ---@param size integer number of ranks

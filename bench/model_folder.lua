@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a folder with a model that is too large to be made in memory, for measurements. All layers have the same
--- random weights. The weights are bf16, or NF4 of bitsandbytes with double quantization.
+-- Writes a folder with a model for measurements. The model can be too large for memory, because all layers have the
+-- same random weights. The weights are bf16, or NF4 of bitsandbytes with double quantization.
 --   psluajit bench/model_folder.lua --shape 8b --type nf4 --out DIR [--layers N]
--- The shapes are those of Llama 3.1 8B and of Qwen 2.5 32B (without biases). Embeddings and head are bf16.
+-- The shape 8b is that of Llama 3.1 8B. The shape 32b is that of Qwen 2.5 32B without biases. Embeddings and head are
+-- bf16.
 local argparse = require "argparse"
 local cjson = require "cjson"
 local command_line = require "ps.core.command_line"
@@ -42,8 +43,8 @@ ps.collect()
 local tensors = {}
 for name, tensor in pairs(ps.load(single .. "/model.safetensors", { mmap = true })) do
   if name:find("layers.0.", 1, true) then
-    for i = 0, layers - 1 do                               -- each layer is written separately; if layers shared a
-                                                           -- tensor, the tensor would be tied
+    for i = 0, layers - 1 do                               -- each layer has its own entry, because a tensor that
+                                                           -- several layers share would be tied
       local own = name:gsub("layers%.0%.", ("layers.%d."):format(i))
       tensors[own] = { shape = tensor:shape(), dtype = tensor:dtype(), make = function() return tensor end }
     end

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/optim.lua IN.safetensors --optimizer NAME --params JSON --steps N [--chunk JSON] [--ranks R]
 -- Updates parameters with given gradients, for comparisons with other programs. IN contains fp32 tensors: the
--- parameters p.<name>, and for each step, counted from 0, the gradients g.<name>.<step>. The results are written to
--- IN.out.safetensors. They are the parameters p.<name> after N steps, and the states s.<name>.<state>.
--- By default, an optimizer of ps.optim performs the steps. With --chunk, the engine performs them, with this
--- configuration (memory, bf16, chunk_size, ...). With --ranks, R processes perform them. All processes have the same
--- gradients, and the engine averages them. The exit status is 2 if the request was refused, and the error says why.
+-- parameters p.<name>, and the gradients g.<name>.<step> of each step, counted from 0. The parameters p.<name> after N
+-- steps and the states s.<name>.<state> are written to IN.out.safetensors.
+-- By default, an optimizer of ps.optim performs the steps. With --chunk, the engine performs the steps, and JSON is its
+-- configuration (memory, bf16, chunk_size, ...). With --ranks, R processes perform the steps. All processes have the
+-- same gradients, which the engine averages. If the request is refused, the exit status is 2, and the error contains
+-- the reason.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -69,8 +70,8 @@ local function plain()
   ps.safetensors.save(out_path, out)
 end
 
--- A model whose loss is the sum of its parameters times given numbers. The gradients are then these numbers. A
--- parameter is called "<number>_<name>.value", so that rules that depend on names (as in Muon) see its name.
+-- A model whose loss is the sum of its parameters times given numbers. Hence the gradients are these numbers. A
+-- parameter is called "<number>_<name>.value", so that rules that depend on names (as in Muon) match its name.
 local Holder, Given = ps.nn.class "Holder", ps.nn.class "Given"
 function Holder:init(value) self.value = ps.nn.Parameter(value) end
 function Given:init(file, names)
@@ -114,7 +115,7 @@ local function engine()
   model:close()
 end
 
--- Merges the files of the ranks into one file. Each file contains the tensors that its rank owns.
+-- Merges the files of all ranks into one file. The file of a rank contains the tensors that the rank owns.
 local function join()
   local all = {}
   for rank = 0, args.ranks - 1 do

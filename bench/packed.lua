@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/packed.lua DIR IN.safetensors [--device NAME] [--one-by-one]: runs a Hugging Face folder in fp32 and
--- in evaluation mode (no dropout) on rows that contain several sequences each. IN.safetensors has input_ids [R, T] and
--- segment_ids [R, T], both int32. Adjacent positions with the same segment number are one sequence, and 0 is padding.
--- Positions begin again in each sequence.
--- The results are written to IN.out.safetensors. losses [R, T] contains at [r, t] the loss of position t for predicting
--- the token at t + 1. It is 0 at the last position of a sequence and at padding. grad.NAME contains the gradients of
--- the sum of all losses, with the names and shapes of the tensors in the folder's files.
--- With --one-by-one, each sequence is run as a batch of its own, for comparisons.
--- If the folder is not supported, the exit status is 2, and stderr begins with a line `refused: FIELD = VALUE: why`.
+-- psluajit bench/packed.lua DIR IN.safetensors [--device NAME] [--one-by-one]: runs the model of a Hugging Face folder
+-- in fp32 and in evaluation mode (no dropout) on rows that contain several sequences each. IN.safetensors contains
+-- input_ids [R, T] and segment_ids [R, T], both int32. Adjacent positions with the same nonzero segment id are one
+-- sequence. Segment id 0 is padding. Position ids begin again at 0 in each sequence.
+-- The results are written to IN.out.safetensors. losses [R, T]: element [r, t] is the loss of row r for predicting
+-- token t + 1 at position t. The loss is 0 at the last position of a sequence and at padding. grad.NAME: the gradients
+-- of the sum of all losses, with the names and shapes of the tensors in the folder's files.
+-- With --one-by-one, each sequence is a batch of its own, for comparisons.
+-- If the folder is not supported, the exit status is 2, and the first line of stderr is `refused: FIELD = VALUE: why`.
 local ps = require "ps"
 local same_shape = require("ps.nn.module").same_shape
 local F, IGNORED = ps.functional, require("ps.data.batch").IGNORED

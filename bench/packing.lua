@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/packing.lua FOLDER [--steps N] [--batch N] [--seq N] [--preset NAME] [--loader]: measures packing and
--- the loader of a table. It uses the tokenizer and the chat template of a folder, on randomly drawn conversations of
--- natural lengths (log-normal, median about 90 tokens).
+-- the loader of a table. It uses the tokenizer and the chat template of a folder, and random conversations whose
+-- lengths are distributed like those of real conversations (log-normal, median about 90 tokens).
 -- It trains a model of 110 M parameters alternately on padded batches (grouped by length) and on packed batches. It
 -- prints the trained tokens per second, the share of padding, and the ratio packed / padded * (1 - share of padding),
 -- which should be at least 0.95.
 -- Then it prints the processor time of the loader per step, as a share of the step's processor time. In a first epoch,
--- this includes templates, tokenizing and the cache. In a second epoch, the loader reads from the cache. It also prints
--- which part of this time the script's own thread spends in a first epoch with stream = true. With --loader, only the
--- loader is measured, and --step-seconds is the step's processor time.
--- The last line is one JSON object. It has tokens_per_s and padding of both kinds of batches, packed_over_padded and
--- of_possible. It also has the loader's first_epoch_s, second_epoch_s, stream_s and stream_own_s per step in processor
--- seconds, and their shares of step_s.
+-- the loader renders templates, tokenizes and writes the cache. In a second epoch, the loader reads from the cache. The
+-- script also prints the part of the loader's time that the script's own thread spends in a first epoch with stream =
+-- true. With --loader, only the loader is measured, and --step-seconds is the step's processor time.
+-- The last line is one JSON object. It contains tokens_per_s and padding of both kinds of batches, packed_over_padded
+-- and of_possible. It also contains first_epoch_s, second_epoch_s, stream_s and stream_own_s, the loader's processor
+-- seconds per step, and their shares of step_s.
 local ps = require "ps"
 local cjson = require "cjson"
 local line = require "ps.core.command_line"
@@ -78,8 +78,8 @@ local function own_clock()
   return t.tv_sec + 1e-9 * t.tv_nsec
 end
 
--- Returns the processor seconds and the number of tokens for an epoch of a loader. The time includes making the loader.
--- `own` is the processor time of this thread in seconds.
+-- Creates a loader and runs an epoch. Returns processor seconds: `made` to create the loader, `turns` for the epoch,
+-- and per batch `per_batch` for both and `own` for the part of this thread. `batches` is the number of batches.
 local function epoch(more)
   local from, own = os.clock(), own_clock()
   local one = loader(more)
@@ -94,7 +94,7 @@ end
 -- seconds.
 local function loader_cost(step)
   local cache = folder .. "/of-the-loader"                   -- an empty folder, because training has filled the other
-                                                             -- one
+                                                             -- cache folder
   local first, second = epoch { packing = true, cache = cache }, epoch { packing = true, cache = cache }
   local stream = epoch { packing = true, cache = cache .. "-stream", stream = true, window = args.window }
   for i, e in ipairs { first, second } do

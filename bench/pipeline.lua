@@ -1,28 +1,29 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/pipeline.lua [--tick 0.025] [--rounds 2]: measures the cost of pipelines in addition to computation.
--- Starts 4 ranks whose actions take a modelled time (p = 4, m = 8, forward = input = weight = 1 tick), and prints one
--- JSON line. The figures for each schedule are:
+-- psluajit bench/pipeline.lua [--tick 0.025] [--rounds 2]: measures the time that pipelines need in addition to the
+-- computation. Starts 4 ranks whose actions take a modelled time (p = 4, m = 8, forward = input = weight = 1 tick), and
+-- prints one JSON line. The figures for each schedule are:
 --   makespan         in ticks, by the executor's virtual clock, with free links
 --   bubble           share of the makespan in which ranks are idle
---   bubble_links     the same with links that take time
+--   bubble_links     bubble if messages take time on the links
 --   linked_as_simulated   true if the times of each rank are exactly those of the simulator
---   bubble_wall      the same by the wall clock, where actions sleep (the best of --rounds)
---   in_flight        the largest number of pairs of virtual stage and micro-batch that each rank held
---   cut_over_best    the cut's simulated makespan divided by the makespan of the best of all cuts (GPT-2's 12 layers
---                    and head, 8 virtual stages)
+--   bubble_wall      bubble by the wall clock, where each action sleeps for its modelled time (the best of --rounds)
+--   in_flight        for each rank, the largest number of pairs (virtual stage, micro-batch) that it held at a time
+--   cut_over_best    the simulated makespan of the engine's cut into stages, divided by the makespan of the best of all
+--                    cuts (GPT-2's 12 layers and head, 8 virtual stages)
 --   makespan_over_equal   the cut's makespan divided by the makespan with equal numbers of layers, where the last
 --                         layers also have the head
 --   makespan_over_bound   the cut's makespan divided by a lower bound for all cuts, which is usually set by the head
--- The figures of training are for a small GPT-2 of 8 layers, untied, 5 steps, in bf16. They are absent with
--- --clock-only:
+-- The figures of training are from 5 steps of a small untied GPT-2 with 8 layers in bf16. With --clock-only, these
+-- figures are absent:
 --   same_bits_schedules, same_bits_one_rank    true if parameters and averages are the same under all schedules, and in
 --                                              one process
 --   hashes           the hash of each run
---   traffic_mib      MiB that all ranks move between memory and disk in a step in fp32. The state of the step is three
---                    times the size of the ranks' budgets.
---   bfs_traffic_ratio   the traffic of looped_bfs divided by that of 1f1b, and divided by that of interleaved
---   traffic_bound_mib   a lower bound of the traffic for the same ops in the same memory (bench/bound_lib.lua). It is
---                       absent without glpsol.
+--   traffic_mib      MiB that all ranks move between memory and disk in a step in fp32. The state is three times as
+--                    large as the ranks' budgets.
+--   bfs_traffic_ratio   the traffic of looped_bfs divided by the traffic of 1f1b, and divided by the traffic of
+--                       interleaved
+--   traffic_bound_mib   a lower bound of the traffic for the same ops in the same memory (bench/bound_lib.lua). The
+--                       figure is absent if glpsol is not installed.
 local ps = require "ps"
 local engine_of = require("ps.nn.handle").of
 local argparse = require "argparse"
@@ -59,8 +60,8 @@ local function table_of(name, stages)
 end
 
 -- -- a rank ----------------------------------------------------------------------------------------------------------
--- Performs the actions of a row. Returns the time at which the first action began, the time at which the last action
--- ended, and the largest number of pairs that were held at a time.
+-- Performs the actions of this rank. Returns the time at which the first action began, the time at which the last
+-- action ended, and the largest number of pairs (virtual stage, micro-batch) that were held at a time.
 local function perform(x, t, tick)
   local event, none = ffi.new("ps_pipe_event"), tensor_array(1)
   local first, last, held, most = nil, 0, 0, 0
@@ -89,8 +90,8 @@ local function perform(x, t, tick)
   end
 end
 
--- Returns the times of this rank by the virtual clock. Also returns true if all of them equal the times of the
--- simulator.
+-- Returns the times of this rank by the virtual clock. Also returns true if all of these times equal the simulator's
+-- times.
 local function virtual(x, t, rank, link)
   local costs, times, spans = cost_array(t.vstages), times_array(1), ffi.new "const ps_pipe_span *[1]"
   local cost = { forward = 1, input = 1, weight = 1, nbytes = 4 }
@@ -157,15 +158,15 @@ local function write_hashes(path, model, optimizer)
   f:close()
 end
 
--- Trains in memory of a third of the state's size. Returns the number of bytes that the last step moved. The
--- activations of a micro-batch are large (64 KiB). Tensors of this size are freed as soon as they are no longer needed,
--- and not only when Lua collects garbage.
+-- Trains with a memory budget of a third of the state's size. Returns the number of bytes that the last step moved. The
+-- activations of a micro-batch are large (64 KiB), because tensors of this size are freed as soon as they are no longer
+-- needed, and not only when Lua collects garbage.
 local POSITIONS = 64
 local TRAFFIC = { n_layer = 16, n_embd = 256, n_head = 4, n_positions = POSITIONS, tie_word_embeddings = false,
   dropout = 0 }
 
--- Writes the figures of a rank: the bytes moved, the bytes held, the bytes available for chunks, and the step's uses of
--- chunks.
+-- Writes the figures of a rank: the numbers of bytes that were moved, that are held and that chunks can use, and the
+-- uses of chunks in a step.
 local function write_traffic(path, moved, model)
   local tier, info, nbytes = require("ps.memory.chunks").tiers()[1], ffi.new("ps_trace_info"), {}
   local id = select(2, next(engine_of(model).traces))
@@ -249,7 +250,7 @@ local function run()
 end
 
 -- Trains with a schedule, or in one process. Returns one hash over the hashes of all tensors. If two ranks have
--- different hashes of a tensor, both hashes are included.
+-- different hashes for the same tensor, both hashes are included.
 local function hash_of(name)
   local out, hashes, names = os.tmpname(), {}, {}
   local ranks = name == "one" and 1 or P
@@ -278,8 +279,8 @@ local function hash_of(name)
   return ("%016x of %d tensors"):format(hash_out[0], #names)
 end
 
--- Returns the figures that a rank wrote: the bytes moved, the bytes held, and the smallest number of bytes that must be
--- moved. The last figure is nil if it is unknown.
+-- Returns the figures that a rank wrote: the number of bytes moved, the number of bytes held, and a lower bound of the
+-- number of bytes that must be moved, or nil if the bound is unknown.
 local function read_traffic(path)
   local f, trace, number = assert(io.open(path)), { sizes = {}, uses = {} }, {}
   local moved, held, capacity, moments = f:read("*n", "*n", "*n", "*n")
@@ -295,8 +296,8 @@ local function read_traffic(path)
   return moved, held, bound.available() and bound.solve(trace, capacity) or nil
 end
 
--- Returns the number of MiB that all ranks move in a step, the number of MiB of their state, and the smallest number of
--- MiB that must be moved.
+-- Returns three numbers for all ranks together: the MiB that they move in a step, the MiB of their state, and a lower
+-- bound of the MiB that must be moved.
 local function traffic_of(name)
   local out, moved, state, least = os.tmpname(), 0, 0, 0
   assert(lfs.mkdir(out .. ".disk"))
@@ -323,7 +324,7 @@ local function most(rows, i)
   return value
 end
 
--- Returns the fraction of the time of all ranks in which they do not compute.
+-- Returns the share of the ranks' total time in which they do not compute.
 local function bubble(rows, last, busy)
   local makespan, sum = most(rows, last), 0
   for _, row in ipairs(rows) do sum = sum + row[busy] end

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares a training loop over plain tensors with the same loop with a scope around each iteration. The first loop
--- uses no ps.scope, and neither loop uses an optimizer or a loader. Prints a Markdown table with the milliseconds of
+-- Compares two training loops over plain tensors. The second loop has a ps.scope around each iteration, and the first
+-- loop has no scope. Neither loop uses an optimizer or a loader. Prints a Markdown table with the milliseconds of
 -- processor time per step and the peak memory:
 --   psluajit bench/plain_loop.lua [--rounds 3]
--- Each loop runs in a process of its own. The loops run in turn, and each time is the best of the rounds.
+-- Each loop runs in a process of its own. In each round, all loops run one after another. A time is the best of the
+-- rounds.
 local argparse = require "argparse"
 local cjson = require "cjson"
 local paths = require "ps.paths"

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares the number of bytes that the planner's policies move in a step that repeats with a lower bound for the same
--- trace and budget (bench/bound_lib.lua). The traces are shaped like training steps. Only plans are made, and there are
--- no tensors.
+-- Compares two numbers for a step that is repeated: the bytes that each of the planner's policies moves, and a lower
+-- bound for the same trace and budget (bench/bound_lib.lua). The traces are shaped like training steps. Only plans are
+-- made. There are no tensors.
 --   psluajit bench/plan_bound.lua --chunks 64 --ahead 2
--- The last line is one JSON object. plan_over_bound, belady_over_bound, lru_over_bound and fifo_over_bound are for the
--- worst case of each policy. plan_ms is the time of a plan by the policy `plan`, the median of the slowest case.
+-- The last line is one JSON object. plan_over_bound, belady_over_bound, lru_over_bound and fifo_over_bound are the
+-- values for the worst case of each policy. plan_ms is the median time in which the policy `plan` makes a plan, in the
+-- slowest case.
 local ffi = require "ffi"
 local ps = require "ps"
 local cjson = require "cjson"
@@ -25,8 +26,8 @@ local MIB = 2 ^ 20
 local WARM_UP, ROUNDS = 8, 60
 local POLICIES = require "ps.config.policies"
 
---- Records a trace. chunk(bytes) creates a chunk. op{...} adds a moment that uses chunks. A chunk that is written is
---- given as { write = chunk }.
+--- Returns a recorder of a trace. chunk(bytes) creates a chunk. op{...} adds a moment that uses chunks. { write = chunk
+--- } stands for a chunk that is written.
 local function recorder()
   local trace = { sizes = {}, uses = {}, moments = 0 }
   function trace.chunk(nbytes)
@@ -43,8 +44,8 @@ local function recorder()
   return trace
 end
 
---- Returns a step for a model with `n` chunks of parameters. Its tied embedding is `embedding` times as large as a
---- chunk.
+--- Returns the trace of a step of a model with options.n chunks of parameters. The model's tied embedding is
+--- options.embedding times as large as a chunk.
 ---@param options { n: integer, embedding: number, half: boolean, adam: string, micro: integer }
 local function step(options)
   local trace = recorder()
@@ -67,7 +68,8 @@ local function step(options)
     trace.op { units[0].param }
     for i = 1, options.n do
       for _ = 1, 3 do trace.op { units[i].param } end
-      if i < options.n then trace.op { units[i].param, units[i + 1].param } end      -- a layer that spans two chunks
+      if i < options.n then trace.op { units[i].param, units[i + 1].param } end      -- for a layer that spans two
+                                                                                     -- chunks
     end
     trace.op { units[0].param }
     local function backward(unit)
@@ -100,9 +102,9 @@ local SHAPES = {
   { "fp32", step { n = n, embedding = 3, half = false, adam = "overlapped", micro = 1 } },
 }
 
---- Returns the number of bytes that a step moves once steps have become periodic, and the median milliseconds for
---- planning. The number of bytes is the mean of a large number of steps, because the resident chunks can differ between
---- steps. Each step is planned from the tiers on which the previous step left the chunks.
+--- Returns the number of bytes that a step moves after the first steps, and the median milliseconds for planning. The
+--- number of bytes is the mean over many steps, because the resident chunks can differ between steps. Each step is
+--- planned from the tiers on which the chunks are at the end of the previous step.
 local function moved(trace, capacity, policy)
   local count = #trace.sizes
   local chunks = ffi.new("ps_plan_chunk[?]", count)

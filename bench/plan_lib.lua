@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans bench/planner_case.lua on other machines. bench/planner.lua and bench/mesh.lua use it.
+-- Plans bench/planner_case.lua for other machines than this one. bench/planner.lua and bench/mesh.lua use this file.
 local cjson = require "cjson"
 local C = require "ps.core.declared"
 local hardware = require "ps.planning.hardware"
@@ -25,8 +25,8 @@ function lib.with(case, changes)
   return copy
 end
 
---- Returns a request to plan a case on a machine. If the machine has several GPUs, only rank 0 is run, and all state is
---- sharded over the ranks.
+--- Returns a request to plan a case for a machine. If the machine has several GPUs, the plan has one rank per GPU, all
+--- state is sharded over the ranks, and only rank 0 is run.
 ---@param name string the name of the hardware
 ---@param host number size of the machine's host memory in bytes
 ---@param case table
@@ -39,10 +39,11 @@ function lib.on_hardware(name, host, case)
     rates = there.rates, ranks = ranks, ranks_a_machine = ranks, kinds = ranks and { 0 } or nil }
 end
 
---- Plans GPT-3 on 32 machines with eight H200 each, on dp 4 x pp 8 x tp 8, with 64 micro-batches. The plan has one rank
---- of each kind.
----@return {seconds: number, mib: number, result: ps.planning.Result} plan The seconds of the whole plan, and the
---- largest MiB of one of its processes. This process must not have a psluajit context, because plans fork.
+--- Plans GPT-3 for 32 machines with eight H200 each, as dp 4 x pp 8 x tp 8 with 64 micro-batches. Only one rank of each
+--- kind is planned.
+---@return {seconds: number, mib: number, result: ps.planning.Result} plan seconds: the time of the whole plan. mib: the
+--- peak memory of the largest of its processes. The calling process must not have a psluajit context, because plans
+--- fork.
 function lib.plan_175b()
   local case = lib.with(lib.GPT3, { stages = 8, tp = 8, micros = 64, ranks = 256, stage = 1, device = "cuda" })
   local request = lib.on_hardware("h200x8", 2e12, case)

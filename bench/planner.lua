@@ -1,32 +1,33 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/planner.lua [--seed N] [--settings N] [--rank-settings N] [--light] [--no-published]: compares plans
--- (tools/plan.lua) with training. It draws random settings of a GPT-2 and trains each of them. It prints a line for
--- each setting, and at the end one JSON line:
+-- (tools/plan.lua) with training. It draws random settings of a GPT-2 and trains with each setting. It prints a line
+-- for each setting, and at the end one JSON line:
 --   settings           for each setting: peak_error, time_error and counter_error. peak_error is the predicted peak
 --                      divided by the measured peak, minus 1, without tight budgets. On sim, whose device has 8 GiB,
---                      the measured peak is its counter. On cpu, it is the high-water mark of the process minus
---                      base_mib. base_mib is the plan's line `process` without tiers: the memory of the dry run and of
---                      its products. time_error is ln(predicted / measured) of the seconds of a step. counter_error is
---                      like peak_error, but measured by the engine's own counter, for sim and cpu.
+--                      the measured peak is the device's counter. On cpu, the measured peak is the high-water mark of
+--                      the process minus base_mib. base_mib is the plan's line `process` without tiers, which is the
+--                      memory of the dry run and of its products. time_error is ln(predicted / measured) of the seconds
+--                      of a step. counter_error is like peak_error, but on both devices the measured peak is from the
+--                      engine's own counter.
 --   ranks              time_error and counter_error for settings of two ranks with one thread each. The model is cut
 --                      into stages (pp) or layers (tp).
---   least_budget_right number of settings whose least budget is right. It is right if ten steps in this budget end with
---                      the same bits as a run without tight budgets, and if the engine refuses 0.97 of this budget
---                      before step 1.
+--   least_budget_right number of settings whose predicted least budget is right. It is right if ten steps in this
+--                      budget end with the same bits as a run without tight budgets, and if the engine, given 0.97 of
+--                      this budget, refuses it before step 1.
 --   median_time_error, worst_time_error         of the absolute values
 --   pairs_ordered      share of the pairs of settings that the plan orders correctly. Only pairs whose times differ by
 --                      more than 20 % count.
 --   dry_175b_s, dry_175b_mib                    a dry run of GPT-3's sizes on eight H200 with 2 TB
---   plan_175b_s, plan_175b_mib                  the same on 32 of these machines with dp 4 x pp 8 x tp 8, by kinds of
---                                               stage: the seconds of the whole plan, and the largest MiB of one of its
---                                               processes
+--   plan_175b_s, plan_175b_mib                  a plan of the same sizes on 32 of these machines with dp 4 x pp 8 x tp
+--                                               8, with one dry run per kind of stage: the seconds of the whole plan,
+--                                               and the peak memory in MiB of the largest of its processes
 --   profiler_cost      the cost of recording events: event_ns, on and off of bench/profiler_cost.lua
---   published          the largest models that others published, in billions of parameters, and the largest models of
---                      psluajit on the same machine. Also the bytes that a rank holds (sums), and the tier that refuses
---                      one more layer (full_first).
--- Seconds are predicted from a probe in the same run. The probe is a GPT-2 of fixed sizes. Its ops yield seconds per
--- operation or per byte. No number is fitted to the settings. --light draws small settings, to test the benchmark
--- itself.
+--   published          for each system, the size of the largest model that its authors published, and the size of the
+--                      largest model of psluajit on the same machine, in billions of parameters. Also the bytes that a
+--                      rank holds (sums), and the tier that has no room for one more layer (full_first).
+-- Seconds are predicted from a probe in the same run. The probe is a GPT-2 of fixed sizes, whose ops are timed to get
+-- the seconds per operation or per byte. No number is fitted to the settings. --light draws small settings, to test the
+-- benchmark itself.
 local argparse = require "argparse"
 local cjson = require "cjson"
 local C = require "ps.core.declared"
@@ -110,7 +111,7 @@ local function draw_case()
   return case
 end
 
--- Returns the seconds of each op, computed from the records of the ranks. They are seconds per operation if the op has
+-- Returns the unit cost of each op, computed from the records of the ranks: seconds per operation if the op counts
 -- operations, otherwise seconds per byte.
 local function units_of(ranks)
   local sums, units, all = {}, {}, { flops = { 0, 0 }, bytes = { 0, 0 } }
@@ -125,8 +126,8 @@ local function units_of(ranks)
   return { units = units, flops = all.flops[1] / all.flops[2], bytes = all.bytes[1] / all.bytes[2] }
 end
 
--- Returns the seconds per operation or per byte for a GPT-2 of fixed size. This is measured before and after each
--- setting, because other programs share the machine.
+-- Runs the probe, a GPT-2 of fixed size, and returns the unit costs of its ops. The probe runs before and after each
+-- setting, because other programs can slow down the machine.
 local function probe(device, precision)
   local light = args.light
   local case = { device = device, precision = precision, layers = 3, width = light and 192 or 640, heads = light and 3
@@ -137,7 +138,7 @@ local function probe(device, precision)
   return units_of { got }
 end
 
--- Returns the predicted seconds of ops. They are the mean over several probes.
+-- Returns the predicted seconds of ops. The prediction is the mean over the given probes.
 local function predicted_seconds(ops, probes)
   local sum = 0
   for _, op in ipairs(ops) do
@@ -212,8 +213,8 @@ local function without_adam(ops)
   return rest, adam
 end
 
--- Returns the predicted seconds. If the model is cut into stages, they are the simulated time of the schedule, in which
--- messages overlap with computation, plus the time of Adam.
+-- Returns the predicted seconds of a step. If the model is cut into stages, the prediction is the simulated time of the
+-- schedule plus the time of Adam. In the simulation, messages overlap with computation.
 local function predicted_of_ranks(said, probes)
   if not said.cut then return predicted_seconds(said.ops, probes) end
   local by_stage, update = {}, 0
@@ -226,7 +227,7 @@ local function predicted_of_ranks(said, probes)
 end
 
 -- Runs one setting on two ranks with one thread each. Returns the error of the predicted seconds, and the error of the
--- predicted peak relative to the engine's counter.
+-- predicted peak compared with the engine's counter.
 local function look_at_ranks(axis)
   local case = draw_ranks(axis)
   local row = { name = ("%s 2 %s L%d C%d T%d B%d V%d"):format(axis, case.precision, case.layers, case.width,
@@ -275,7 +276,7 @@ local PUBLISHED = {
 
 local function gib(nbytes) return nbytes / 2 ^ 30 end
 
--- Returns as text how the bytes that a rank holds for the largest model are composed: its state, and the peak of each
+-- Returns a text about the bytes that a rank holds for the largest model: the size of its state, and the peak of each
 -- tier.
 local function sums(result)
   local parts = { ("%.1f GiB of state per rank (%.2f bytes per parameter over all ranks)"):format(

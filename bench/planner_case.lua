@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/planner_case.lua JSON: trains a GPT-2 of the sizes that the JSON contains, for bench/planner.lua and
--- its dry runs. Prints one JSON line with the last loss, the seconds per step, and the peak in bytes.
+-- psluajit bench/planner_case.lua JSON: trains a GPT-2 whose sizes are in the JSON object, for bench/planner.lua and
+-- its dry runs. Prints one JSON line with the last loss, the seconds per step, and the peak memory in bytes.
 local ps = require "ps"
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
@@ -34,7 +34,7 @@ local made, model, optimizer = pcall(ps.initialize, { quiet = true, config = con
   return gpt2.new { n_layer = case.layers, n_embd = case.width, n_head = case.heads, n_positions = case.positions,
     vocab_size = case.vocab, resid_pdrop = 0, embd_pdrop = 0, attn_pdrop = 0 }
 end })
--- Raises the error as a table. A dry run reads from it which tier was too small.
+-- Raises the error as a table, so that a dry run can read from the table which tier was too small.
 if not made then
   local why = "refused while the model was made: " .. tostring(model)
   if type(model) == "table" then model.msg = why else model = why end

@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs other processes. There are two kinds. The output of the first kind ends with a line of JSON. A process of the
--- second kind answers commands. Each line of its input is a command, and it answers with a line that consists of "@"
--- and JSON. All its other lines are printed. Several programs can thus run at the same time and be measured
--- alternately.
+-- Runs other processes, of two kinds. The output of the first kind ends with a line of JSON. A process of the second
+-- kind reads commands, one per line. It answers each command with a line that consists of "@" and JSON. All its other
+-- output lines are printed. Several processes of the second kind can run at the same time and be measured alternately.
 local cjson = require "cjson"
 
 local lib = {}
@@ -13,7 +12,7 @@ local lib = {}
 local Process = {}
 Process.__index = Process
 
---- Returns a text as one word of a shell command.
+--- Quotes a text so that it is one word of a shell command.
 ---@param text any
 ---@return string
 function lib.quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
@@ -81,8 +80,8 @@ function Process:steps(n)
   return list
 end
 
---- Ends the process with a command. Closing its input is not enough, because processes that were started later keep its
---- input open.
+--- Ends the process with the command "quit". Closing the process's input is not enough, because processes that were
+--- started later keep this input open.
 function Process:close()
   self.input:write("quit\n")
   self.input:close()

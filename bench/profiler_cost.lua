@@ -1,21 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/profiler_cost.lua [--rounds N] [--steps N] [--count-steps N]: measures the cost of recording events
 -- (ps.profiler). Ends with one JSON line:
---   event_ns   nanoseconds per event, the smallest of --rounds rounds. Measured by a loop of calls of ps_module_enter
---              and ps_module_leave, which read the clock twice and add one event to a ring of the usual size.
+--   event_ns   nanoseconds per event, in the fastest of --rounds rounds. A loop calls ps_module_enter and
+--              ps_module_leave. Such a pair of calls reads the clock twice and adds one event to a ring of the usual
+--              size.
 --   op_ns      nanoseconds that recording adds to an op (its event, its operations and bytes, and a reading of the
---              memory in use). Measured by a loop of an op that adds one element to another. The figure is the shortest
---              round with recording minus the shortest round without it.
---   on         the share that recording adds to a step of the model of examples/train_char.lua. A round times --steps
---              steps with recording and the same number of steps without it, and these alternate in running first. The
---              figure is the median of the rounds.
---   off        the same share if recording was not started. It is a share of instructions, which callgrind counts in
---              --count-steps steps of one row, without LuaJIT's compiler. It counts the instructions of record.c, of
---              record.h and of lines that call them or test a time that they returned, and divides them by all
---              instructions. The count includes more than recording, because these lines also note the module and the
---              current action for errors about memory. If nothing was counted, the figure is null, and a line says why.
---              --count-steps 0 skips it.
---   instructions, of_record    of a step for `off`: all instructions, and those of recording
+--              memory in use). A loop runs an op that adds two tensors of one element. The figure is the time of the
+--              shortest round with recording minus the time of the shortest round without recording, per op.
+--   on         the share by which recording lengthens a step of the model of examples/train_char.lua. A round times
+--              --steps steps with recording and --steps steps without recording. From round to round, the order of the
+--              two changes. The figure is the median of the rounds.
+--   off        the share of a step's instructions that belong to recording if recording was not started. callgrind
+--              counts the instructions in --count-steps steps of one row, without LuaJIT's compiler. The instructions
+--              of recording are those of record.c, of record.h, and of lines that call these files or test a time that
+--              they returned. The count is an upper limit, because these lines also record the module and the current
+--              action for errors about memory. If nothing was counted, the figure is null, and a line contains the
+--              reason. --count-steps 0 skips the figure.
+--   instructions, of_record    for `off`: the number of all instructions of a step, and of the instructions that belong
+--                              to recording
 --   step_ms, events            milliseconds of a step without recording, and number of events of a step
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -63,7 +65,8 @@ local function event_seconds()
   return least / EVENTS
 end
 
--- Measures with and without recording, alternately. Returns the seconds of both for each round.
+-- Measures fn(n) with and without recording, alternately. Returns a list of the seconds with recording and a list of
+-- the seconds without recording, one entry per round.
 local function in_turn(fn, n)
   local on, off = {}, {}
   local function one(times, record)
@@ -108,7 +111,8 @@ end
 local function step_cost(train)
   local on, off = in_turn(train, args.steps)
   for i = 1, #on do on[i] = on[i] / off[i] - 1 end
-  local dropped = ps.ffi.new "int64_t[1]"                    -- the last recording covers the first step and these steps
+  local dropped = ps.ffi.new "int64_t[1]"                    -- the last recording contains the warm-up step and the
+                                                             -- measured steps
   local events = tonumber(C.ps_record_count(dropped) + dropped[0]) / (args.steps + 1)
   return median(on), median(off) / args.steps, events
 end
@@ -128,8 +132,8 @@ local function of_record(file, text)
     or text:find "%f[%w_]began%f[^%w_]" ~= nil
 end
 
--- Returns the number of instructions in a step, and the fraction of them that belongs to recording. Returns nil and the
--- reason if they were not counted.
+-- Returns the number of instructions of a step, and the number of them that belong to recording. If no instructions
+-- were counted, returns nil and the reason.
 local function counted()
   if args.count_steps == 0 then return nil, "left out" end
   local command = ("'%s' -joff '%s/bench/profiler_cost.lua' --only-steps --count-steps %d"):format(paths.exe,

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares the held-out loss of optimizers with small states with the held-out loss of AdamW. It trains the model of
+-- Compares optimizers that have small states with AdamW, by their held-out losses. Trains the model of
 -- examples/train_char.lua with each optimizer and several seeds.
 --   psluajit bench/quality.lua TEXT [--iters 2000] [--seeds 3]
--- The last line is one JSON object. For each optimizer, it has the losses of all seeds, their mean, and the difference
--- of the mean from AdamW's mean.
+-- The last line is one JSON object. For each optimizer, the object contains the losses of all seeds, the mean loss, and
+-- the mean loss minus AdamW's mean loss.
 local cjson = require "cjson"
 local argparse = require "argparse"
 local paths = require "ps.paths"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs a benchmark and records its result next to the tables of docs/benchmarks.md. The record has the machine, the
--- day, the commit, the command, and the JSON object that the command prints last.
+-- Runs a benchmark and writes its result to a file in docs/benchmarks. The record contains the machine, the day, the
+-- commit, the command, and the JSON object that the command prints last.
 --   psluajit bench/record.lua docs/benchmarks/golden.json "build/psluajit bench/golden.lua spec/golden/gpt2_tiny.json"
 local cjson = require "cjson"
 local lib = require "bench.process_lib"
@@ -18,8 +18,8 @@ end
 local result = lib.last_json(command)
 if not result then error(("'%s' ended without a line of JSON; nothing was recorded"):format(command), 0) end
 
--- Encodes a record. Numbers keep their significant digits, and keys have a fixed order. A new record thus differs only
--- if figures differ.
+-- Encodes a record. Numbers keep their significant digits, and keys have a fixed order. Hence two records differ only
+-- if their figures differ.
 local function encode(value, indent)
   if type(value) == "table" then
     local lines, keys = {}, {}

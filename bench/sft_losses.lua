@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Fine-tunes an adapter (LoRA) on conversations. Compares the ids, the labels and the loss of each step with those of
--- TRL's SFTTrainer and PEFT:
+-- Fine-tunes an adapter (LoRA) on conversations. Compares the ids, the labels and the loss of each step with the ids,
+-- labels and loss of TRL's SFTTrainer with PEFT:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/sft_losses.lua MODEL [--tiny] [--steps 20]
 -- MODEL is a folder with a tokenizer that has ChatML's tokens, such as SmolLM2's. With --tiny, a small Llama with
 -- random weights replaces the weights of MODEL. Both programs begin with the same new adapter and read the same file of
--- conversations. Both render it with the same template and train only the tokens of its generation blocks. They use
--- AdamW without decay, a constant rate, fp32 and no dropout. The Python needs trl, peft and datasets. The last line is
--- one JSON object:
+-- conversations. Both programs render the conversations with the same template and train only the tokens in the
+-- template's generation blocks. They use AdamW without decay, a constant rate, fp32 and no dropout. The Python needs
+-- trl, peft and datasets. The last line is one JSON object:
 --   steps, first_loss, last_loss
 --   largest                    largest relative difference between the losses of a step
 --   at                         the step with the largest difference
@@ -42,7 +42,7 @@ local WORDS = {}
 for word in ("the a red green blue old new small large house tree river stone bird cat dog runs sleeps sings under "
   .. "over near and but quickly slowly today often never seven three"):gmatch "%S+" do WORDS[#WORDS + 1] = word end
 
--- Returns a sentence of n words. The words depend on the number of the sentence.
+-- Returns a sentence of n words. The words depend on i, the index of the sentence.
 local function sentence(i, n)
   local words = {}
   for k = 1, n do words[k] = WORDS[(i * 31 + k * k * 7 + k * i) % #WORDS + 1] end
@@ -70,7 +70,8 @@ local function write(path, text)
   file:close()
 end
 
--- Makes a folder with the files of the model and the template. With --tiny, it has other weights.
+-- Creates a folder with the files of the model and the template. With --tiny, the folder contains random weights
+-- instead of the model's weights.
 local function make_base(folder)
   lfs.mkdir(folder)
   local own = args.tiny and "^tokenizer" or "."
@@ -89,7 +90,8 @@ local function make_base(folder)
     num_hidden_layers = 3, pad_token_id = tok.pad_token_id or tok.eos_token_id or 0 }):save_pretrained(folder)
 end
 
--- Returns the losses of psluajit and its rows {ids, labels}. Training starts with the adapter of the folder.
+-- Trains with psluajit, starting with the adapter in the folder `adapter`. Returns the losses and the rows {ids,
+-- labels}.
 local function trained(base, adapter, path)
   local model = ps.lora.load(ps.from_pretrained(base, { dtype = "fp32", quiet = true }), adapter):train()
   local loader = ps.data.loader { table = ps.data.table(path), tokenizer = ps.tokenizer.from_pretrained(base),

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs commands one after another in several rounds. The last line of each command's output must be JSON. Prints
--- medians and their ratios to the first command's medians. The last line is one JSON object with both, which
--- bench/record.lua records.
+-- Runs commands one after another in several rounds. The last line of each command's output must be JSON. Prints the
+-- medians of each command, and their ratios to the medians of the first command. The last line is one JSON object with
+-- the medians and the ratios, which bench/record.lua can record.
 --   psluajit bench/side_by_side.lua --key tokens_per_s --rounds 3 \
 --     'psluajit bench/train.lua' 'OMP_NUM_THREADS=2 python3 peer.py bench'
 -- A ratio above 1 means that the first command is better. For rates (.._per_s), higher figures are better. For keys

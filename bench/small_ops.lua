@@ -23,7 +23,8 @@ local args = command_line.parse(parser)
 
 local SIZES = { 16, 1024, 65536 }                           -- approximate numbers of elements
 
--- Returns functions by the kind of an input. Each makes an input of n elements. The peer has the same kinds.
+-- Returns a table of functions by kind of input. Each function creates an input of n elements. The peer has the same
+-- kinds.
 local function kinds(ps)
   local function square(n) return math.floor(math.sqrt(n)) end
   local function ints(shape, below) return ps.randint(0, below, shape) end
@@ -49,7 +50,7 @@ local function kinds(ps)
   }
 end
 
--- Returns the call of a case, together with its inputs, as a function without arguments.
+-- Creates the inputs of a case. Returns a function without arguments that makes the call of the case with these inputs.
 local function call_of(ps, case, n, backward)
   local make, names, values, grads = kinds(ps), {}, {}, {}
   for name, kind in case.inputs:gmatch "(%w+)=(%w+)" do
@@ -68,8 +69,8 @@ local function call_of(ps, case, n, backward)
   end
 end
 
--- Returns the processor time of a call in seconds. It is the best of several runs of about 1 ms each. Each call has a
--- loop of its own, as in a script, because LuaJIT compiles a loop for the first function that the loop calls.
+-- Returns the processor time of a call in seconds, in the best of several runs of about 1 ms each. Each call has a loop
+-- of its own, as in a script, because LuaJIT compiles a loop for the first function that is called in it.
 local function seconds_of(call, ps, elements)
   local per_scope = math.min(256, SIZES[#SIZES] / elements)
   local calls = loadstring "local call, n = ... return function() for _ = 1, n do call() end end" (call, per_scope)

@@ -3,9 +3,9 @@
 -- Both programs use this table, so that they measure the same call on the same shapes.
 --
 -- Columns: op of docs/pytorch.md | inputs | psluajit | PyTorch | inputs with a gradient. If the column of PyTorch is
--- "=", PyTorch's call is psluajit's call in the syntax of Python. If the last column names inputs, forward and backward
--- are also measured together. An input is NAME=KIND. Both programs define the same kinds (`kinds` in
--- bench/small_ops.lua, KINDS in the peer).
+-- "=", PyTorch's call is psluajit's call in the syntax of Python. If the last column names inputs, the call is also
+-- measured together with its backward. An input is written as NAME=KIND. Both programs define the same kinds (`kinds`
+-- in bench/small_ops.lua, KINDS in the peer).
 local CASES = [[
 reshape | x=m | x:reshape(-1) | = | x
 permute | x=m | x:transpose(0, 1) | = | x
@@ -251,7 +251,7 @@ for line in CASES:gmatch "[^\n]+" do
   list[#list + 1] = { op = op, inputs = inputs, ours = ours, theirs = theirs, grads = grads or "" }
 end
 
--- Patterns of the names in docs/pytorch.md that have no call here. They are grouped by the reason why.
+-- Patterns of the names in docs/pytorch.md that have no call in this file. The keys are the reasons why.
 local LEFT_OUT = {
   ["updates of parameters: bench/optim.lua and bench/adam.lua measure them"] = { "_$", "^optim%." },
   ["parts of updates and of checkpoints"] = { "^scale_by_$", "^sq_norms$", "^grad_store$", "^remainder_" },

@@ -1,16 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/state.lua [--params 20e6] [--rounds 5] [--no-muon]
 -- Measures the state and the time of optimizers. The last line is one JSON object:
---   bytes_per_parameter  bytes of all chunks per parameter, in bf16, by "<optimizer> <master> <how>". how is inside
---                        (updates inside backward), clip (one micro-batch, clipping) or accumulate (two micro-batches).
---   update_over_probe    by "<optimizer> <master>": bytes per second of the update divided by those of the engine's
---                        probe. The probe walks over four fp32 streams, three of which are written in place. Update and
---                        probe alternate, and medians are used.
---   same_bits            by optimizer: true if three steps have the same bits in plain memory, in chunks, under two
---                        budgets and with a disk
---   muon_over_products   by type: seconds of the update of GPT-2 124M's matrices divided by the seconds of its products
---                        alone. The latter are computed from the rate of a whole product of the same shapes, and
---                        symmetric products are counted half.
+--   bytes_per_parameter  size of all chunks in bytes per parameter, in bf16. The keys are "<optimizer> <master> <how>".
+--                        <how> is inside (updates inside backward), clip (one micro-batch, clipping) or accumulate (two
+--                        micro-batches).
+--   update_over_probe    bytes per second of the update divided by bytes per second of the engine's probe. The keys are
+--                        "<optimizer> <master>". The probe reads four fp32 streams and writes three of them in place.
+--                        Update and probe alternate, and the figures are medians.
+--   same_bits            true if three steps yield the same bits in plain memory, in chunks, under two budgets and with
+--                        a disk. The keys are optimizers.
+--   muon_over_products   seconds of the update of GPT-2 124M's matrices divided by the seconds of its products alone.
+--                        The keys are types. The seconds of the products are computed from the rate of one whole
+--                        product of the same shapes. Symmetric products count as half.
 local ps = require "ps"
 local ffi = require "ffi"
 local argparse = require "argparse"
@@ -50,7 +51,7 @@ local function bytes_of(kind, master, how)
 end
 
 -- -- time -----------------------------------------------------------------------------------------------------------
--- Returns the tensors of an update, and the number of bytes that the update reads and writes.
+-- Creates the tensors of an update. Returns them, and the number of bytes that the update reads and writes.
 local function operands(made, remainder, shape)
   local numel = 1
   for _, size in ipairs(shape) do numel = numel * size end

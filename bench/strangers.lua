@@ -1,12 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tests whether connections of strangers to the port where ranks meet can disturb a run.
+-- Tests whether strangers that connect to the rendezvous port of the ranks can disturb a run.
 --   psluajit bench/strangers.lua [--late S] [--rate N]
 -- Two ranks on this machine train a tiny model twice. The first time, there are no strangers. The second time, rank 1
--- starts `late` (60) seconds after rank 0. During this time, `rate` (100) connections per second reach the port. They
--- are of six kinds in turn: one that sends nothing, one that sends random bytes, one that claims to be a rank of a
--- larger world, one that claims to be rank 1, one that stops within a message, and one that reports a fault with
--- terminal escapes. Prints one JSON line: the seconds until rank 1 joined, whether the losses have the same bits, the
--- number of strangers, and whether any of their text was printed.
+-- starts `late` (60) seconds after rank 0. During this time, `rate` (100) connections per second reach the port. The
+-- connections are of six kinds in turn:
+--   - sends nothing
+--   - sends random bytes
+--   - claims to be a rank of a larger world
+--   - claims to be rank 1
+--   - stops within a message
+--   - reports a fault with terminal escapes
+-- Prints one JSON line: the seconds until rank 1 joined, whether the losses of both runs have the same bits, the number
+-- of strangers, and whether any text of the strangers was printed.
 local ffi = require "ffi"
 local paths = require "ps.paths"
 local command_line = require "ps.core.command_line"
@@ -20,7 +25,8 @@ whole(parser:option("--flood", "(for this script) the port to connect to"), 1, 6
 parser:flag("--train", "(for this script) be a rank")
 local options = command_line.parse(parser)
 
-local STEPS, KEPT = 5, 300                   -- number of steps; number of connections that the strangers keep open
+local STEPS, KEPT = 5, 300                   -- STEPS: number of training steps; KEPT: number of connections that the
+                                             -- strangers keep open
 local MARK = "\27[31mstranger"
 
 -- -- a rank -----------------------------------------------------------------------------------------------------------
@@ -62,8 +68,7 @@ end
 local STORE, PROOF = 0x31565350, 0x31485350  -- from src/rendezvous/store_protocol.h and proof.h
 local HELLO, FAULT = 0, 3
 local function of_store(what, a, b, text) return message({ STORE, what, 0, #(text or ""), a, b }, text) end
--- Returns the message, preceded by a greeting. The greeting is that of a rank that knows the name of the run but not
--- its secret.
+-- Returns the message `text`, preceded by the greeting of a rank that knows the name of the run but not its secret.
 local function behind_proof(text)
   local name = os.getenv "PS_RUN_ID" or ""
   return message({ PROOF, 1 }, name .. ("\0"):rep(128 - #name) .. noise(32)) .. message({ PROOF, 0 }, noise(32)) .. text

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/table_open.lua [--mib N] [--folder FOLDER]: writes a file of JSON lines of N MiB. Compares the time to
--- open it as a table, without and with its index, with the time of `wc -l`, which reads the file once. Then reads
--- random rows. The table and wc alternate. They are measured with the file in the page cache (warm), and without it
--- (cold, after POSIX_FADV_DONTNEED). Opening should take at most 1.2 times as long as wc, and a row should take at most
--- 1 ms. Times are those of the fastest round. The last line is one JSON object: warm and cold (wc_s, open_s and their
--- ratio, over_wc), with_index_s, row_ms, rows and mib.
+-- psluajit bench/table_open.lua [--mib N] [--folder FOLDER]: writes a file of N MiB of JSON lines. Compares the time to
+-- open the file as a table, without and with its index, with the time of `wc -l`, which reads the file once. Then reads
+-- random rows. The table and wc are measured alternately. Both are measured with the file in the page cache (warm), and
+-- with the file not in the page cache (cold, after POSIX_FADV_DONTNEED). Opening should take at most 1.2 times as long
+-- as wc, and reading a row should take at most 1 ms. Times are from the fastest round. The last line is one JSON
+-- object: warm and cold (each with wc_s, open_s and the ratio over_wc), with_index_s, row_ms, rows and mib.
 local ps = require "ps"
 local cjson = require "cjson"
 local line = require "ps.core.command_line"

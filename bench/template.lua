@@ -7,9 +7,10 @@
 --   --mask assistant          prints a JSON list of pieces [text, trained]. `trained` is true for the parts that the
 --                             model has to produce.
 -- For a .jinja file without a folder, bos_token, eos_token, unk_token and pad_token are <s>, </s>, <unk> and <pad>. The
--- exit status is 2, with `refused: WHY` on stderr, if the template uses a construct that is not supported. It is 3,
--- with only the template's message on stderr, if the template raises an error. It is 1 for other errors, such as a file
--- that cannot be read.
+-- exit status is:
+--   2  if the template uses a construct that is not supported; stderr is `refused: WHY`
+--   3  if the template raises an error; stderr is only the template's message
+--   1  if there is another error, such as a file that cannot be read
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local cjson = require "cjson"

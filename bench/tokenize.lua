@@ -3,9 +3,9 @@
 --   psluajit bench/tokenize.lua DIR_OR_FILE < text            prints the ids of each line (without its end), separated
 --                                                             by blanks
 --   psluajit bench/tokenize.lua DIR_OR_FILE --decode < ids    prints the text of each line of ids
--- The ids are those of tok:encode. They include the special tokens that the model needs around a text, unless
--- --no-special-tokens is given. --count encodes the whole text at once and prints the number of tokens.
--- bench/tokenize_speed.lua times this.
+-- The ids are those that tok:encode returns. They include the special tokens that the model needs around a text, unless
+-- --no-special-tokens is set. --count encodes the whole text at once and prints the number of tokens.
+-- bench/tokenize_speed.lua measures the time of --count.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"

@@ -1,14 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares the speed of GPT-2's tokenizer with tiktoken. Each run is a new process that first reads the files:
+-- Compares the speed of GPT-2's tokenizer in psluajit with tiktoken. Each run is a new process that first reads the
+-- tokenizer's files:
 --   psluajit bench/tokenize_speed.lua DIR --text corpus.txt --rounds 5
 -- DIR has vocab.json or encoder.json, and merges.txt or vocab.bpe. There are four texts of 1 MiB each: the text of
--- --text, random UTF-8, one repeated letter, and letters without blanks. Every round starts a process for each text and
--- each program in turn. The figures are the best of the rounds, in wall-clock seconds on one thread. The last line is
--- one JSON object:
+-- --text, random UTF-8, one repeated letter, and letters without blanks. In every round, one process runs for each text
+-- and each program. The figures are the best of the rounds, in wall-clock seconds on one thread. The last line is one
+-- JSON object:
 --   NAME_s, NAME_tiktoken_s   seconds of psluajit and of tiktoken
 --   NAME_ratio                tiktoken's seconds divided by psluajit's seconds
---   letter_rate, solid_rate   bytes per second of these two texts divided by those of --text. The seconds of an empty
---                             text are subtracted from each.
+--   letter_rate, solid_rate   bytes per second of the text of one letter and of the text without blanks, divided by
+--                             bytes per second of --text. The seconds for an empty text are first subtracted from all
+--                             three times.
 -- The peer is bench/peers/tokenize_tiktoken.py with the Python of PS_TORCH_PYTHON or python3. Its figures are absent if
 -- tiktoken is not installed.
 local ps = require "ps"
@@ -27,7 +29,7 @@ local args = command_line.parse(parser)
 
 local MIB = 2 ^ 20
 
--- Returns text of characters of 1 to 4 bytes, in which all lengths are equally frequent.
+-- Returns a text of characters that have 1 to 4 bytes. All four sizes are equally frequent.
 local function random_utf8()
   math.randomseed(1)
   local out, n = {}, 0

@@ -6,13 +6,14 @@
 --   tokens_per_s, step_s, cpu_s   medians of the steps after the second. cpu_s is the processor seconds of a step,
 --                                 which depend less on other programs.
 --   peak_rss_mib, losses
---   gemm_peak_gflops   the rate of a product of 2048^3, or of --gemm, in the same type on the same device, in the same
---                      run
---   mfu                6 N FLOPs per token, divided by that peak
+--   gemm_peak_gflops   the rate of a matrix product of 2048^3 (or of the size --gemm) in the same type on the same
+--                      device, in the same run
+--   mfu                6 * N FLOPs per token for N parameters, divided by gemm_peak_gflops
 --   mfu_paired         only with --paired. A product runs before the third step, and after the third step and each
---                      later step. The figure is the median over the steps of the step's rate divided by the mean rate
---                      of the two products next to it. This is more accurate, because a processor's rate can change
---                      within one second, and then the best product and the median step ran at different rates.
+--                      later step. The rate of a step is divided by the mean rate of the products just before and just
+--                      after it. The figure is the median over the steps. It is more accurate than mfu: a processor's
+--                      rate can change within one second, so the best product and the median step can run at different
+--                      rates.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -85,7 +86,7 @@ for step = 1, args.steps do
   if args.profile and step == 3 then ps.profiler.start() end
   if args.paired and step == 3 then before_step = gemm_rate(PAIR_TRIES) end
   local t, clock = ps.now(), os.clock()
-  optimizer:zero_grad()          -- before the forward, so that old gradients use no memory during it
+  optimizer:zero_grad()          -- before the forward, so that old gradients use no memory during the forward
   local loss = model(x, y)
   local t_forward = ps.now()
   loss:backward()
