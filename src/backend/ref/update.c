@@ -49,7 +49,7 @@ int ref_remainder_join(ps_call *call)
 /* -- Lion ---------------------------------------------------------------------------------------------------------- */
 /* Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"). It is computed in fp32, or in double for
  * fp64 masters:
- *     g = grad * grad_scale;  wd != 0: p = p * (1 - lr wd)
+ *     g = grad * grad_scale;  wd != 0: p = p * (1 - lr * wd)
  *     u = fma(beta1, m, (1 - beta1) * g);  p = p - lr * sign(u);  m = fma(beta2, m, (1 - beta2) * g) */
 #define LION(name, R, FMA)                                                                                     \
     static void name(const ps_attrs_lion_ *a, const ps_view *in)                                               \
