@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/api_doc.lua [--check | --site FOLDER | --definitions FILE]: writes docs/api.md from the running
--- program. The tool walks the public tables. It takes a function's text, parameters and results from the annotations
--- above the function. The text can also be the row of the function's op in ops.def. Every public function must have a
--- text, a @param for each parameter, and a @return if it returns a value. The tool prints each function that lacks one
--- of them, and then exits with 1.
+-- program. The tool visits all functions of the public tables. It reads a function's text, parameters and results from
+-- the annotations above the function. If the build generated the function from an op in ops.def, the text is in the
+-- op's row. Every public function must have a text, a @param for each parameter, and a @return if it returns a value.
+-- If a function lacks one of these, the tool prints the function, and exits with 1 at the end.
 --   --check           writes nothing, and also exits with 1 if docs/api.md is out of date
---   --site            writes the reference of the site (tools/site.lua) into a folder. Each section has a page. On it,
---                     each function has its errors and a link to its source.
+--   --site            writes the reference of the site (tools/site.lua) into a folder. Each section becomes a page,
+--                     which also contains the errors of each function and a link to its source.
 --   --definitions     writes a file for editors (tools/definitions.lua)
 local ps = require "ps"
 local paths = require "ps.paths"
@@ -28,8 +28,8 @@ for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_cod
     scope_end collect collect_all functional F ops ps.nn.Module ps.Tensor.held
     along_last scalar_like dim_index scalar]]):gmatch("%S+") do INTERNAL[name] = true end
 
--- Bytecodes that return values from a function: RET, RET1, RETM and tail calls. RET0 is missing, because it returns no
--- value.
+-- Bytecodes that return values from a function: RET, RET1, RETM and tail calls. RET0 is not in the list, because it
+-- returns no value.
 local GIVES = { RET = true, RET1 = true, RETM = true, CALLT = true, CALLMT = true }
 
 local function gives_value(fn)
@@ -48,7 +48,7 @@ end
 local out = {}
 local function put(text, ...) out[#out + 1] = select("#", ...) > 0 and text:format(...) or text end
 
--- Appends an item of a list. The item is wrapped to lines. If it has a text, the text begins on a new line.
+-- Appends an item of a list, with line breaks. If the item has a text, the text begins on a new line.
 local function put_item(indent, head, text)
   wrap(out, head, LINE - 2, indent .. "  ", indent .. "- ")
   if text == "" then return end
@@ -90,7 +90,7 @@ local function check_described(call, about, names, text, gives)
   if gives and #about.returns == 0 then complain(call, "it returns a value and has no @return") end
 end
 
-local named = {}                       -- classes of tables that the types of parameters and results name
+local named = {}                       -- the classes of tables that occur in the types of parameters and results
 -- Classes whose fields are internal to psluajit.
 local CLOSED = { ["ps.Engine"] = true, ["ps.Config"] = true, ["ps.nn.Region"] = true, ["ps.Rates"] = true }
 
@@ -104,8 +104,8 @@ local function note_classes(list)
   end
 end
 
--- Writes one function. `call` is the prefix of a call ("ps.nn." or "t:"). The first parameter of a method is omitted.
--- If the function is a class that scripts call to create a module, `made` is the class of this module.
+-- Writes one function. `call` is the prefix of a call ("ps.nn." or "t:"). If `method` is set, the first parameter is
+-- omitted. If scripts call the function to create a module, `made` is the class of this module.
 local function put_function(call, name, fn, method, made)
   local about, names = annotations.described(fn), annotations.parameter_names(fn)
   if method then
@@ -167,14 +167,14 @@ local function section(title, text)
   put ""
 end
 
--- Objects that functions return. Each row has the prefix of the object's methods, and a function that creates the
+-- Objects that functions return. In each row, `call` is the prefix of the object's methods, and `make` creates such an
 -- object.
 local OBJECTS = {
   tokenizer = { call = "tokenizer:", make = function() return ps.tokenizer.bytes() end },
   progress = { call = "display:", make = function() return ps.progress.new { total = 1, quiet = true } end },
 }
 
--- Writes the methods of tokens and loaders. These objects are opened from a file.
+-- Writes the methods of tokens and loaders. To get these objects, the function writes a file and opens it.
 local function put_loader()
   local shard = os.tmpname()
   ps.data.write_tokens(shard, { 1, 2, 3, 4, 5 })
@@ -184,8 +184,8 @@ local function put_loader()
   os.remove(shard)
 end
 
--- Writes the methods of open tensor files. ps.safetensors.open and ps.safetensors.writer return them. ps.load with
--- `lazy` returns one for a .pt file.
+-- Writes the methods of open tensor files: the files that ps.safetensors.open and ps.safetensors.writer return, and the
+-- .pt file that ps.load returns with `lazy`.
 local function put_files()
   local path_ = os.tmpname()
   local one, entry = ps.zeros { 1 }, { name = "a", dtype = "fp32", shape = { 1 } }

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A conversation with a model, line by line:
 --   psluajit tools/chat.lua DIR
--- DIR is a Hugging Face folder with a causal model and its tokenizer, or a name in its cache. The conversation has the
--- form of the folder's chat template, and a reply ends with the model's end token.
--- If the folder has no template, or with --plain, the model continues a text. In this text, each line of the user
--- follows the text of --user, and each reply follows the text of --model. A reply then also ends where the model writes
--- the text of --user. An empty input ends the conversation.
+-- DIR is a Hugging Face folder with a causal model and its tokenizer, or a name in its cache. The folder's chat
+-- template renders the conversation, and a reply ends with the model's end token.
+-- If the folder has no template, or if --plain is set, the model continues a text in which each line of the user
+-- follows the text of --user, and each reply follows the text of --model. In this case a reply also ends where the
+-- model writes the text of --user. An empty input ends the conversation.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -36,8 +36,10 @@ parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (d
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 local args = command_line.parse(parser)
 
--- Returns a function that writes a reply as it arrives. It does not write the text `stop` at the end of the reply. If
--- the latest text can be the beginning of `stop`, the function keeps it back.
+-- Returns two functions that print a reply while it is generated. The first function prints the next piece, and returns
+-- false if the reply contains the text `stop`. It prints nothing from `stop` on, and holds back the latest characters,
+-- because they can be the beginning of `stop`. The second function prints these characters at the end, and returns the
+-- whole reply.
 local function writer(stop)
   local held, all = "", {}
   local function put(text)
@@ -59,7 +61,7 @@ local function writer(stop)
   end
 end
 
--- Reads a line from the user. Returns nil if the conversation ends.
+-- Reads a line from the user. Returns nil if the user ends the conversation.
 local function ask(prompt)
   io.write(prompt)
   io.flush()
@@ -72,7 +74,7 @@ local function ask(prompt)
   io.write("\n")
 end
 
--- Generates and prints the reply to ids. If `stop` is given, the reply ends before this text. Returns the reply.
+-- Generates, prints and returns the reply to the prompt `ids`. If `stop` is not nil, the reply ends before this text.
 local function reply(model, tok, ids, seed, stop)
   local add, rest
   if stop then add, rest = writer(stop)

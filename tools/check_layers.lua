@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/check_layers.lua [ROOT [BUILD]]: checks which parts of the source use which other parts
--- (ARCHITECTURE.md). Prints violations, and exits with 1 if there are any. RULES checks the names in includes and
--- requires. FLOORS checks the requires between the folders of lua/ps. If BUILD is given, LINKS checks the object files
--- in this build folder. This check covers every call, no matter how the file got the declaration.
+-- (ARCHITECTURE.md). Prints violations, and exits with 1 if there are any. There are three tables of rules. RULES
+-- applies to the names in includes and requires. FLOORS applies to the requires between the folders of lua/ps. If BUILD
+-- is given, LINKS applies to the object files in this build folder. LINKS covers every call between files, even if a
+-- file declares the called function itself.
 
--- Rows of rules. A file whose path matches `of` can include or require only names that match one of the row's patterns.
--- Only the first row that matches the file applies.
+-- The rules for includes and requires. A file whose path matches `of` can include or require only names that match one
+-- of the other patterns of the row. Only the first row whose `of` matches the file applies.
 local RULES = {
   { of = "src/base/", "base/", "ps%.h$", "ps_test%.h$" },
   { of = "src/backend/backend%.h$", "base/", "backend/wire%.h$" },
@@ -74,9 +75,9 @@ local RULES = {
   { of = "lua/ps/tensor/images%.lua", "ps%.core%.ffi$", "ps%.core%.scope$" },
   { of = "models/", "ps", "models%." },
 }
--- The layers of the library, starting at the lowest layer. Each row has a folder of lua/ps, followed by the lower
--- folders whose files it can require. A file can also require files of its own folder, and the modules that the program
--- itself provides (PROGRAM).
+-- The layers of the library, starting at the lowest layer. Each row is a folder of lua/ps, followed by the folders
+-- whose files the files of this folder can require. A file can also require files of its own folder, and the modules
+-- that the program itself provides (PROGRAM).
 local FLOORS = {
   { "core" },
   { "optimizers", "core" },
@@ -127,9 +128,9 @@ local FLOORS = {
 local PROGRAM = { ["ps.paths"] = true, ["ps.cdef"] = true, ["ps.ops_generated"] = true,
   ["ps.keys"] = true }
 
--- Rows of rules. If the path of a source matches `of`, its object can use only symbols of its own folder and of sources
--- that match one of the row's patterns. Only the first row that matches a source applies. Every source must match a
--- row.
+-- The rules for object files. If the path of a source matches `of`, its object can use only the symbols that are
+-- defined in its own folder or in sources that match one of the other patterns of the row. Only the first row whose
+-- `of` matches the source applies. Every source must match a row.
 local LINKS = {
   { of = "src/base/" },
   { of = "src/backend/registry%.c$", "src/base/", "src/backend/" },
@@ -168,7 +169,8 @@ local LINKS = {
   { of = "src/interrupt%.c$", "src/repl%.c$", "src/modules%.c$" },
   { of = "src/modules%.c$" },
 }
--- Libraries that only a few files can use. Each entry has the prefix of a library's symbols, and these files.
+-- Libraries that only a few files can use. The key is the prefix of the library's symbols, and the value is the list of
+-- files.
 local LIBRARIES = { dnnl_ = { "src/backend/cpu/onednn.c", "src/backend/cpu/onednn_conv.c" },
   io_uring_ = { "src/chunk/disk.c" }, crypto_ = { "src/rendezvous/proof.c" }, sodium_ = { "src/rendezvous/proof.c" },
   XXH = { "src/base/hash.c", "src/io/st_sum.c" } }
@@ -179,7 +181,7 @@ local function breach(text, ...)
   breaches = breaches + 1
 end
 
-local fitted = {}                                          -- the rules that match a file
+local fitted = {}                                          -- rules that matched at least one file
 local function allowed(path, name)
   for _, rule in ipairs(RULES) do
     if path:match("^" .. rule.of) then
@@ -235,7 +237,7 @@ for path, text in pairs(sources) do
   if lua then text = text:gsub("%-%-[^\n]*", ""):gsub("'[^'\n]*'", "") end
   for name in ("\n" .. text):gmatch(lua and 'require[ (]+"([pm][^"]+)"' or '\n#include "([^"]+)"') do
     if library then check_floor(path, name) end
-    -- an include can also name a file in the same folder
+    -- An include can also name a file in the folder of the including file.
     local beside = lua and name or (path:match("^src/(.*/)") or "") .. name
     if not allowed(path, name) and (name:find("/") or not allowed(path, beside)) then
       breach("%s names %s, which its layer may not", path, name)

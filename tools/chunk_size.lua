@@ -3,17 +3,17 @@
 -- because the model is on device meta.
 --   psluajit tools/chunk_size.lua --model gpt2-xl --host 6GiB
 --   psluajit tools/chunk_size.lua --model my_model.lua:build --config ds_config.json
--- A file given as --model returns a module, a function that makes a module, or a table of such functions. The tool
--- calls the function with { dtype =, device = "meta" }. During the call, these values are also the defaults of new
--- tensors. The tool assumes that parameters are used in the order of their registration. The exit code is 1 if no size
--- is feasible.
+-- If --model is a file, the file returns a module, a function that creates a module, or a table of such functions. The
+-- tool calls the function with { dtype =, device = "meta" }. During the call, these values are also the defaults of new
+-- tensors. The tool assumes that a step uses the parameters in the order in which they are registered. The exit code is
+-- 1 if no size is feasible.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local pack = require "ps.engine.layout.pack"
 local readable = require "ps.core.readable"
 
-local SHOWN = 5               -- number of sizes with similar scores that are shown in addition to the powers of two
+local SHOWN = 5               -- number of sizes with the best scores that are shown in addition to the powers of two
 
 local function fail(message)
   io.stderr:write("chunk_size: " .. message .. "\n")
@@ -55,7 +55,7 @@ local function arguments()
   return command_line.parse(parser)
 end
 
--- Returns the number of free bytes of host memory. Fractions in a configuration refer to it.
+-- Returns the number of free bytes of host memory. A budget in a configuration can be a fraction of this number.
 local function available()
   local f = io.open("/proc/meminfo", "rb")
   if not f then return nil end
@@ -64,7 +64,8 @@ local function available()
   return kib and tonumber(kib) * 1024
 end
 
--- Returns the settings of the configuration. Arguments of the command take precedence over them.
+-- Returns the settings for the search, from the configuration and the command's arguments. Arguments take precedence
+-- over the configuration.
 local function settings(args)
   local options = { uniform = args.uniform, sizes = args.sizes }
   local device, host, dtype, grad = args.device, args.host, args.dtype, nil
@@ -153,7 +154,7 @@ local function alone(row)
   return n
 end
 
--- Returns the sizes to show: powers of two, the chosen size, and a few sizes with similar scores. With --all or
+-- Returns the sizes to show: powers of two, the chosen size, and the sizes with the SHOWN best scores. With --all or
 -- --sizes, returns all sizes.
 local function selection(found, args)
   if args.all or args.sizes then return found.rows end

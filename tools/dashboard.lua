@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Serves a live page of a run from the run's JSONL log (docs/monitoring.md). Only this machine can open the page.
 --   psluajit tools/dashboard.lua out            a folder, or the .jsonl file itself
--- The tool prints the address of the page, which contains a token. It refuses requests without the token. It only reads
--- the log. Ctrl-C ends it.
+-- The tool prints the address of the page. The address contains a token, and requests without the token are refused.
+-- The tool never changes the log. Ctrl-C ends the tool.
 local argparse = require "argparse"
 local lfs = require "lfs"
 local paths = require "ps.paths"
@@ -19,7 +19,7 @@ local args = command_line.parse(parser)
 
 local MOST = 4 * 2 ^ 20                                    -- maximum number of log bytes in a reply
 
--- Returns the path of a run's log. It is the given file, or the only .jsonl file in the given folder.
+-- Returns the path of a run's log: `run` itself if it is a file, or the only .jsonl file in the folder `run`.
 local function log_of(run)
   local mode = lfs.attributes(run, "mode")
   if mode == "file" and run:match "%.jsonl$" then return run end
@@ -35,8 +35,8 @@ local function log_of(run)
   return found[1]
 end
 
--- Returns the complete lines of the log, starting at byte `from`. A resumed run replaces the file. The inode number
--- shows whether this has happened.
+-- Returns the complete lines of the log, starting at byte `from`. If a resumed run has replaced the file, its inode
+-- differs from `inode`, and the lines start at byte 0.
 local function lines_from(path, from, inode)
   local f = io.open(path, "rb")
   if not f then return { inode = 0, next = 0, text = "" } end
@@ -71,8 +71,8 @@ local function serve(log, page)
     local value = {}
     for key, text in query:gmatch "([^&=]+)=([^&]*)" do value[key] = text end
     if given:get ":method" ~= "GET" then return reply(stream, "405", "text/plain", "only GET\n") end
-    -- Rejects requests for another host name, because another site could make its own name resolve to this machine (DNS
-    -- rebinding).
+    -- Rejects requests for a host name that is not in `hosts`, because a site could make its own name resolve to this
+    -- machine (DNS rebinding).
     if not hosts[given:get ":authority"] or value.token ~= token then
       return reply(stream, "403", "text/plain", "the address printed by tools/dashboard.lua has a token\n")
     end

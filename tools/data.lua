@@ -42,14 +42,14 @@ local function open()
   return tok, rows, form
 end
 
--- Returns a text that is safe to print on a terminal. Control characters in the data are shown in the form \x1b, so
--- that the terminal does not execute them.
+-- Returns the text in a form that is safe to print on a terminal. Control characters are replaced by text such as \x1b,
+-- so that the terminal does not execute them.
 local function printable(text)
   text = text:gsub("[%z\1-\8\11-\31\127]", function(c) return ("\\x%02x"):format(c:byte()) end)
   return (text:gsub("\194([\128-\159])", function(c) return ("\\x%02x"):format(c:byte()) end))
 end
 
--- Returns the ids and the mask of a row. Also returns the indices of the messages whose reasoning the template omits.
+-- Returns the ids and the mask of row i, and the indices of the messages whose reasoning the template omits.
 local function example(tok, rows, form, i)
   local messages, tools = ps.data.conversation(rows, i, form)
   local how = { train_on = args.train_on, date = args.date, tools = tools }
@@ -64,8 +64,8 @@ local function shown()
   local colour = posix.isatty(1) == 1 and not os.getenv "NO_COLOR"
   local on, off = colour and "\27[32m" or "[[", colour and "\27[0m" or "]]"
   local out, at = {}, 1
-  while at <= #ids do                                      -- each turn finds a run of trained tokens or a run of
-                                                           -- untrained tokens
+  while at <= #ids do                                      -- each iteration finds one run of tokens that are all
+                                                           -- trained or all untrained
     local last = at
     while last < #ids and mask[last + 1] == mask[at] do last = last + 1 end
     local run = {}

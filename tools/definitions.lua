@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes definitions into a folder of scripts. Editors with LuaLS or EmmyLua use them to complete and check calls of
--- psluajit. The tool writes the folder .psluajit, and a file .luarc.json that points to it if there is no such file.
+-- Writes definitions of psluajit's functions for editors with LuaLS or EmmyLua, which use them to complete and check
+-- calls. DIR is a folder of scripts. The tool writes the folder DIR/.psluajit. If DIR has no .luarc.json, the tool also
+-- writes this file, which points to the folder.
 --   psluajit definitions [DIR]
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -44,7 +45,7 @@ if os.execute(("%s %s --definitions %s"):format(quoted(paths.exe), quoted(paths.
 end
 write(library .. "/ps/bmt.lua", "---@meta\n\n---@type ps.bmt\nlocal bmt\nreturn bmt\n")
 
--- The file of a model returns the model's family. Its function `new` is described here.
+-- A file of models/ returns a family of models. The loop writes a definition of the family's function `new`.
 for name in lfs.dir(paths.root .. "/models") do
   local model = name:match "^([%w_]+)%.lua$"
   if model and not model:find "_config$" then

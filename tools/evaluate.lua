@@ -39,7 +39,7 @@ parser:flag("--json", "print the result as JSON")
 command_line.file(parser:option("--samples", "write the result of each row to this file, as JSON lines"))
 local args = command_line.parse(parser)
 
--- The order in which results are shown.
+-- The names of results, in the order in which they are printed.
 local NAMES = { "rows", "tokens", "unpredicted", "words", "bytes", "token_perplexity", "word_perplexity",
   "byte_perplexity", "bits_per_byte", "accuracy", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "exact_match",
   "exact_match_stderr", "f1" }
@@ -85,7 +85,8 @@ local function main()
     end
   end
   if args.samples and not samples then error("--samples: perplexity has no results by row", 0) end
-  if args.samples and first then write_samples(samples) end          -- last, so that no result is lost if writing fails
+  if args.samples and first then write_samples(samples) end          -- written last, so that the result is already
+                                                                     -- printed if writing fails
 end
 
 command_line.try("evaluate", main)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs small jobs under faults that a seed draws, and resumes them without faults. Checks from the outside how each job
--- ended. It must have the results of a run without faults, or end with an error that names the cause.
+-- Runs small jobs under faults that a seed draws, and then resumes the jobs without faults. Checks from the outside how
+-- each job ended. A job must have the results of a run without faults, or end with an error that names the cause.
 --   psluajit tools/faults.lua --seeds 1:100 [--ranks 2] [--steps 6] [--jobs 1] [--hours H] [--json] [--keep]
---   psluajit tools/faults.lua --plans FILE      the plans of a file: a line of --json for each
+--   psluajit tools/faults.lua --plans FILE      runs the plans of a file; each line is a plan as --json prints it
 --   psluajit tools/faults.lua --replay SEED    with the same --ranks and --steps as the run that printed the seed
 --   psluajit tools/faults.lua --seeds 1:100 --dry      only prints what these seeds draw
 -- --help shows the options. docs/reliability.md has the table of faults. The tool needs the program psluajit_faults
@@ -75,7 +75,7 @@ if not trials then fail("%s", problem) end
 -- -- output ---------------------------------------------------------------------------------------------------------
 local counts = { golden = 0, named = 0, WRONG = 0, faults = 0 }
 
--- Returns the settings for the JSON line of a plan. These are the settings that were drawn.
+-- Returns the drawn settings of a job, for the JSON line of its plan.
 local function settings_of(job)
   local settings = {}
   for name, value in pairs(job) do
@@ -115,7 +115,8 @@ local function list(plan)
     or line_of(plan))
 end
 
--- Runs the plan that `make` returns. If the job fails without faults, the outcome is also WRONG.
+-- Runs the plan that make() returns, and reports the verdict. If the job fails even without faults, the outcome is
+-- WRONG.
 local function one(seed, name, make)
   local plan, verdict, spec
   local ok, why = pcall(function()
@@ -135,11 +136,11 @@ local function one(seed, name, make)
     kept and spec.folder or nil)
 end
 
--- The name of the signal that ends the program. It is nil until the signal has arrived.
+-- The name of the signal that ends the program, or nil before the signal has arrived.
 local ended_by
 for _, name in ipairs { "SIGTERM", "SIGHUP" } do
   local before = signal.signal(signal[name], function() ended_by = ended_by or name end)
-  -- nohup ignores SIGHUP, and the program must not change this
+  -- Under nohup, SIGHUP is ignored, and it must stay ignored.
   if before == "SIG_IGN" then signal.signal(signal[name], signal.SIG_IGN) end
 end
 

@@ -2,11 +2,10 @@
 -- Generates text with a model and the model's tokenizer:
 --   psluajit tools/generate.lua DIR --start "Once upon a time" --num-samples 3
 -- DIR is a Hugging Face folder with a causal model and its tokenizer, or a name in its cache. --start FILE:PATH reads
--- the text from a file. With --chat, the text is a user's message, and the model replies in the form of the folder's
--- chat template. Tokens are drawn at the temperature of the model's generation_config.json, or at 1. --temperature 0
--- selects the most likely tokens. --num-beams N selects the best of N beams. A single sample is printed while it is
--- generated.
--- A model that does not fit into one process can be divided into stages. Each stage is in a process of its own:
+-- the text from a file. With --chat, the text is a user's message, and the folder's chat template renders the
+-- conversation. The default temperature is that of the model's generation_config.json, or 1. --temperature 0 selects
+-- the most likely tokens. --num-beams N selects the best of N beams. A single sample is printed while it is generated.
+-- A model that does not fit into one process can be divided into stages, with one process for each stage:
 --   psluajit tools/launch.lua --nproc-per-node 2 tools/generate.lua DIR --pipeline 2 --start "Once upon a time"
 local ps = require "ps"
 local argparse = require "argparse"
@@ -52,7 +51,7 @@ local function start()
   return text
 end
 
--- Encodes a prompt. If the prompt is empty, returns the token with which texts begin.
+-- Encodes a prompt. If the prompt is empty, returns only the token with which texts begin.
 local function ids_of(tok, text)
   local ids = tok:encode(text)
   if #ids > 0 then return ids end
@@ -60,15 +59,15 @@ local function ids_of(tok, text)
     "bos_token", 0) }
 end
 
--- Returns the ids of a conversation. Its only message is the text, as a message of the user. The ids include the header
--- of the model's turn.
+-- Returns the ids of a conversation in which the user has sent the text, up to and including the header of the model's
+-- turn.
 local function conversation_of(tok, text)
   local messages = { { role = "user", content = text } }
   if args.system then table.insert(messages, 1, { role = "system", content = args.system }) end
   return tok:apply_chat_template(messages, { add_generation_prompt = true })
 end
 
--- Opens the model, or the stages of the model that this process has. No parameter is trained.
+-- Opens the model, or the stages of the model that belong to this process. No parameter is trained.
 local function open(path)
   local function adapted(model)
     return args.adapter and ps.lora.load(model, args.adapter, { trainable = false }) or model

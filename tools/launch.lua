@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Starts a script several times, as the ranks of one run, with torchrun's options and variables.
+-- Starts a script several times, as the ranks of one run, with the options and environment variables of torchrun.
 --   psluajit tools/launch.lua --nproc-per-node 4 script.lua [arguments]
 -- Each printed line begins with [rank]. If a rank fails, the launcher names it, ends all other ranks, and starts all
 -- ranks again, at most --max-restarts times. If --nproc-per-node is MIN:MAX, each restart has one rank fewer. The exit
--- code is that of the first failure (128 + n for signal n). docs/distributed.md is the guide. --help shows the options.
+-- code is the exit code of the first rank that failed (128 + n if signal n ended it). docs/distributed.md is the guide.
+-- --help shows the options.
 local paths = require "ps.paths"
 local nodes = require "ps.launch.nodes"
 local options = require "ps.launch.options"
@@ -35,8 +36,8 @@ local function find_script(name)
   return path or fail(why)
 end
 
--- Makes output line-buffered. Ranks write to pipes. The C library would buffer all output to a pipe, and the buffer
--- would be lost if the process died. The code does not change the `arg` that the script gets.
+-- Lua code that makes output line-buffered. Ranks write to pipes. The C library would buffer output to a pipe, and the
+-- buffer would be lost if the process died. The code restores `arg`, so that the script sees its usual arguments.
 local BY_LINE = "io.stdout:setvbuf('line') arg[-1],arg[-2],arg[-3]=arg[-3],nil,nil"
 
 local function command_of(o, script, local_rank)
@@ -57,9 +58,9 @@ end
 
 local own_id = secret.random():sub(1, 16)      -- the id of this launcher
 
--- Returns the name and the secret of this attempt. They distinguish its ranks from the ranks of other runs. Launchers
--- on several nodes cannot agree on a name and a secret, so with several nodes the launcher takes them from the
--- environment.
+-- Returns the name and the secret of this attempt, which distinguish the attempt's ranks from the ranks of other runs.
+-- With several nodes, name and secret are read from the environment, because the launchers of the nodes cannot agree on
+-- them.
 local function identity(o, attempt)
   if o.nnodes > 1 then return { id = os.getenv("PS_RUN_ID") } end
   local id = os.getenv("PS_RUN_ID") or o.run_id ~= "none" and o.run_id or own_id
@@ -76,7 +77,8 @@ local function environment(o, nproc, local_rank, attempt, master_port, run)
     MASTER_PORT = text(master_port), TORCHELASTIC_RESTART_COUNT = text(attempt),
     TORCHELASTIC_MAX_RESTARTS = text(o.max_restarts), TORCHELASTIC_RUN_ID = o.run_id,
     PS_RUN_ID = run.id, PS_SECRET = run.secret,
-    -- No process listens on MASTER_PORT yet, but an outer launcher might have set the variable.
+    -- Set to false, because no process listens on MASTER_PORT yet, but an outer launcher might have set the variable to
+    -- true.
     TORCHELASTIC_USE_AGENT_STORE = false,
     OMP_NUM_THREADS = os.getenv("OMP_NUM_THREADS")
       or text(math.max(1, math.floor(options.cores() / nproc))),

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes manual pages and completions for bash and zsh into a folder. The pages are psluajit.1, and psluajit-NAME.1 for
--- each tool that `psluajit tools` lists. The options are taken from the argparse parsers of the tools. If a tool has no
--- parser, they are taken from --help:
+-- each tool that `psluajit tools` lists. The options of a tool are read from its argparse parser. If a tool has no
+-- parser, its options are read from the output of --help:
 --   psluajit tools/man.lua DIR
 local argparse = require "argparse"
 local lfs = require "lfs"
@@ -16,8 +16,8 @@ local SECTION = "General Commands Manual"
 local Parser = getmetatable(argparse "x").__index
 local CAPTURED = {}
 
--- Returns the argparse parser that a script creates, or nil if it creates none. To get the parser, the function runs
--- the script and stops it when it calls parse.
+-- Runs a script until the script calls parse of its argparse parser. Returns the parser, or nil if the script creates
+-- no parser.
 local function parser_of(path)
   local file = assert(io.open(path))
   local uses = file:read("*a"):find 'require "argparse"'
@@ -65,7 +65,7 @@ local function write(name, lines)
   assert(file:close())
 end
 
--- Returns the options and arguments of a parser. Each has a label and a text.
+-- Returns a list of the options and arguments of a parser. Each entry has a label and a text.
 local function elements(parser)
   local list = {}
   for _, element in ipairs(parser._arguments) do list[#list + 1] = element end
@@ -151,7 +151,7 @@ local function completion(tools, examples, parsers)
       end
     end
     if not parsers[tool.name] then
-      -- in --x=N, =N is passed to the script
+      -- for --x=N, only --x is a word; =N is an argument of the script
       for word, rest in help_of(tool.name):gmatch "%f[%S](%-%-[%l%d-]+)([_=]?)" do
         if rest == "" then words[#words + 1] = word end
       end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Merges the shards of a checkpoint into one file, with a few MB of memory. There is one shard per rank.
--- lua/ps/checkpoints/merge.lua describes how values that are in several shards are merged.
+-- Merges the shards of a checkpoint, one per rank, into one file, with a few MB of memory. lua/ps/checkpoints/merge.lua
+-- describes how values that are in several shards are merged.
 --   psluajit tools/merge.lua --pattern=checkpoint-*.pt --num=4        -- checkpoint-0.pt .. 3 -> checkpoint-merged.pt
 --   psluajit tools/merge.lua --pattern=model-*.pt --num=4 --out model.safetensors
 --   psluajit tools/merge.lua out/step-00000100 --out model.safetensors    -- a checkpoint's folder; "out": its newest
@@ -55,7 +55,7 @@ local function same_file(a, b)
   return x and y and x.dev == y.dev and x.ino == y.ino
 end
 
--- Returns the names of the shards. Raises an error if a shard is missing, or if there are shards with numbers of --num
+-- Returns the names of the shards. Raises an error if a shard is missing, or if there is a shard whose number is --num
 -- or higher.
 local function shards_of(args)
   local paths, missing = {}, {}
@@ -87,7 +87,7 @@ local function folder_of(path)
   fail(lfs.attributes(found) and found .. " is a file, not the folder of a checkpoint" or found .. " does not exist")
 end
 
--- Returns the files that save_parallelized wrote to a folder. Returns nil for another kind of folder.
+-- Returns the files that save_parallelized wrote to a folder. If the folder is of another kind, returns nil.
 local function parallelized(path)
   local ok, found = pcall(folder.stages, path)
   if not ok then fail(tostring(found)) end
@@ -104,7 +104,7 @@ local function pieces_of(files)
   return placement and placement.pieces
 end
 
--- Raises an error if the output would overwrite a shard, even with --force.
+-- Raises an error if the output would overwrite a shard, even if --force is set.
 local function refuse_inputs(from, out, pattern)
   for name in lfs.dir(from) do
     if name:match(pattern or "") and same_file(from .. "/" .. name, out) then

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Merges an adapter of PEFT or psluajit into its base model, and writes a folder without adapters. The merge needs
+-- Merges an adapter of PEFT or psluajit into its base model, and writes the merged model to a folder. The merge needs
 -- memory for two copies of the largest adapted tensor (lua/ps/lora/merge_folder.lua).
 --   psluajit tools/merge_adapter.lua BASE ADAPTER --out DIR [--force]
 -- The exit code is 1 if the tool fails.

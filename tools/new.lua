@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a small project as a starting point. It is a copy of a folder of templates/, which runs without changes, and
--- definitions for editors (tools/definitions.lua).
+-- Writes a small project as a starting point. The project is a copy of a folder of templates/, and runs without
+-- changes. It also contains definitions for editors (tools/definitions.lua).
 --   psluajit new text DIR
 -- Each folder of templates/ is a kind of project. The README.md in the folder begins with "# TITLE" and a paragraph
--- that describes the kind. It also contains the commands to run.
+-- that describes this kind. The README.md also contains the commands to run.
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
@@ -18,7 +18,7 @@ local function read(path)
   return text
 end
 
--- The kinds in sorted order, and their titles.
+-- kinds: the names of the kinds in sorted order. about: the paragraph that describes each kind.
 local kinds, about = {}, {}
 for name in lfs.dir(root) do
   if name:match "^%w" then

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/path_doc.lua [--check] [TREE]: writes the drawings at the top of ARCHITECTURE.md. They show the path
--- of one parameter through a step, and the paths of other things. PATHS below has the outlines of the drawings. Each
--- row is a function. The tool checks the rows against the sources. A function must be defined in its file, and its body
--- must name the function (or the field of a table) through which it reaches the next row. The tool prints each row that
--- is no longer true, and then exits with 1. With --check, it writes nothing, and also exits with 1 if a drawing is out
--- of date. TREE is the source tree to read. Its default is this tree.
+-- psluajit tools/path_doc.lua [--check] [TREE]: writes the drawings at the top of ARCHITECTURE.md. A drawing shows a
+-- path through functions, such as the path of one parameter through a step. PATHS below contains the outlines of the
+-- drawings. Each row of an outline is a function. The tool checks every row against the sources: the function must be
+-- defined in its file, and its body must name the function (or the field of a table) through which it reaches the next
+-- row. The tool prints each row that is no longer true, and exits with 1 if there is any. With --check, it writes
+-- nothing, and also exits with 1 if a drawing is out of date. TREE is the source tree to read. The default is this
+-- tree.
 local paths = require "ps.paths"
 
 local only_check, root = false, paths.root
@@ -15,8 +16,8 @@ end
 -- The lines of ARCHITECTURE.md that enclose a drawing.
 local BEGIN, END = "<!-- path%s: psluajit tools/path_doc.lua -->", "<!-- end of path -->"
 
--- Rows { lane, function, file, name, text }. The next row is reached through `name`. The first row of a lane has the
--- name of the lane. "FFI" marks the boundary between Lua and C.
+-- Rows { lane, function, file, name, text }. The function reaches the next row through `name`. Only the first row of a
+-- lane has a `lane`, which is the lane's name. "FFI" marks the boundary between Lua and C.
 local PARAMETER = {
   { "Lua call", "step.backward", "lua/ps/engine/step/backward.lua", "backward", "model:backward(loss) of a script" },
   { "", "Driver:backward", "lua/ps/engine/step/table.lua", "timed", "the driver of a model in one process" },
@@ -123,8 +124,7 @@ end
 
 local function quoted(name) return (name:gsub("%p", "%%%0")) end
 
--- Finds the definition of a function. Returns the line at which the definition begins, and the text of the line that
--- ends it.
+-- Finds the definition of a function. Returns the number of its first line, and the text that its last line must have.
 local function definition(name, file, lines)
   for at, line in ipairs(lines) do
     if file:match("%.lua$") then
@@ -161,7 +161,8 @@ local function check(row)
 end
 
 -- -- drawing ----------------------------------------------------------------------------------------------------------
-local INSIDE, ARROW = 110, 18                     -- number of columns in a box; column of the arrows between boxes
+local INSIDE, ARROW = 110, 18                     -- INSIDE: number of columns in a box; ARROW: column of the arrows
+                                                  -- between boxes
 
 local function edge(title)
   local line = "+--" .. (title and (" %s "):format(title) or "")

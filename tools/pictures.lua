@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Redraws the pictures of the guides (`make pictures`) as SVG. It writes them into a folder, by default docs/pictures:
---   memory.svg   host memory over a step of a model whose state is larger than its budget
+-- Draws the pictures of the guides again (`make pictures`), as SVG. Writes these files into a folder, by default
+-- docs/pictures:
+--   memory.svg   host memory over a step of a model whose state is larger than the budget
 --   chunks.svg   where each chunk of the same step is
 --   bytes.svg, tiers.svg, step.svg   how memory works
 --   schedule_1f1b.svg, schedule_zb_h1.svg   four stages of a pipeline with eight micro-batches
@@ -19,7 +20,7 @@ parser:argument("folder", "folder to write to", paths.root .. "/docs/pictures")
 local args = command_line.parse(parser)
 lfs.mkdir(args.folder)
 
--- A GPT-2 with 3.6 million parameters. Its state of 55.7 MiB is in 48 MiB of memory and in a file.
+-- A GPT-2 with 3.6 million parameters. Its state has 55.7 MiB, and is divided between 48 MiB of memory and a file.
 ps.manual_seed(1)
 local profile, disk = os.tmpname(), os.tmpname()
 os.remove(disk)
@@ -42,7 +43,7 @@ local function step()
   optimizer:step()
 end
 
-for _ = 1, 2 do step() end                                 -- the second step is planned from the trace of the first
+for _ = 1, 2 do step() end                                 -- the trace of the first step is needed to plan the second
                                                            -- step
 ps.profiler.start()
 for _ = 1, 2 do step() end

@@ -3,8 +3,8 @@
 -- the number of activations that each rank holds.
 --   psluajit tools/pipeline.lua --stages 4 --micro-batches 8 --schedule zb_h1 --out zb_h1.svg
 --   psluajit tools/pipeline.lua --read mine.csv --weight 0.5
--- --csv writes the table in the form of PyTorch. --read reads a table in this form instead of making one from a
--- schedule.
+-- --csv writes the table in PyTorch's CSV format. --read reads a table in this format, instead of creating the table of
+-- a schedule.
 local argparse = require "argparse"
 local pipe_table = require "ps.parallel.pipeline.table"
 local picture = require "ps.parallel.pipeline.picture"

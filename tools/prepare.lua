@@ -2,8 +2,8 @@
 -- Converts text and JSON lines to token shards (llm.c's .bin) on all cores:
 --   psluajit tools/prepare.lua --tokenizer DIR --out data/train corpus.txt more.jsonl
 -- This command writes data/train_000000.bin and so on. A text file is one document. In a .jsonl, .ndjson or .json file,
--- each line is an object. Its string `text` (or another name, see --field) is a document. Each document is preceded by
--- the end-of-text token (--mark). Special tokens in documents are encoded as text. The shards do not depend on
+-- each line is an object whose field `text` (or the field that --field names) is a document. Each document is preceded
+-- by the end-of-text token (--mark). Special tokens in documents are encoded as text. The shards do not depend on
 -- --threads. An existing shard is replaced when the new shard is complete.
 local ps = require "ps"
 local argparse = require "argparse"
@@ -65,8 +65,8 @@ local function writer(width)
   return self
 end
 
--- Warns about shards with higher numbers that an older run left in the folder. A program that reads all of OUT_*.bin
--- would also read them.
+-- Warns about shards that an older run left in the folder, with numbers higher than those of this run. A program that
+-- reads all OUT_*.bin files would also read these shards.
 local function tell_older(count)
   local last = count
   while lfs.attributes(name_of(last), "mode") do last = last + 1 end

@@ -18,7 +18,7 @@ parser:flag("--html", "write one page with both figures for a browser; it needs 
 parser:option("--out", "file to write: .svg or .png, with --html .html")
 local args = command_line.parse(parser)
 
--- Accepts --rm_warmup with a value, as in PatrickStar's --rm_warmup=True, and also without a value.
+-- Returns the value of the flag --rm_warmup, which can have a value, as in PatrickStar's --rm_warmup=True, or no value.
 local function flag(given)
   if given == nil then return false end
   local word = (type(given) == "table" and given[1] or "true"):lower()

@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/pytorch_doc.lua [--check]: writes docs/pytorch.md, which lists PyTorch's names and the corresponding
 -- names of psluajit. The first table has a row for each row of ops.def, in the order of ops.def. The tool reports an
--- error for an op without an entry in OPS below, for an entry without an op, and for a name that does not exist in
--- psluajit. With --check, it writes nothing, and also exits with 1 if the file is out of date.
--- spec/oracle/ops_oracle.py looks up PyTorch's names in PyTorch.
+-- error in three cases: an op has no entry in OPS below, an entry has no op, or a name does not exist in psluajit. With
+-- --check, the tool writes nothing, and also exits with 1 if the file is out of date. spec/oracle/ops_oracle.py looks
+-- up PyTorch's names in PyTorch.
 local ps = require "ps"
 local paths = require "ps.paths"
 
 local path = paths.root .. "/docs/pytorch.md"
 
--- Columns: op | PyTorch | psluajit | differences. "-" means that the name does not exist. In this case the last column
--- says what to use instead.
+-- Columns: op | PyTorch | psluajit | differences. "-" means that PyTorch or psluajit has no such name. If psluajit has
+-- none, the last column says what to use instead.
 local OPS = [[
 reshape | Tensor.reshape | t:reshape, ps.reshape |
 permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are given as numbers or as one list
@@ -368,7 +368,7 @@ load | ps.load | never runs code from a file
 manual_seed | ps.manual_seed | draws other numbers than PyTorch
 ]]
 
--- Differences that are not about names, and that do not raise an error.
+-- Other differences than names, which cause no error in a script.
 local REST = [==[
 - **`eps` of `nn.RMSNorm` and `F.rms_norm`** is 1e-6. PyTorch's default is the type's epsilon, 1.2e-7 in fp32.
 - **`weight_decay` of AdamW in a configuration** of `ps.initialize` is 0, as in DeepSpeed. `optim.AdamW` has PyTorch's

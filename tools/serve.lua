@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A server for programs that use OpenAI's API (docs/serve.md):
---   psluajit tools/serve.lua DIR|FILE.gguf          prints its address and the token that requests need
--- The server answers GET /v1/models, POST /v1/completions and POST /v1/chat/completions. It can also stream the
--- answers. Requests are processed one at a time. If a client disconnects, its request ends. Ctrl-C ends the server.
+--   psluajit tools/serve.lua DIR|FILE.gguf          prints the server's address and the token that requests need
+-- The server answers GET /v1/models, POST /v1/completions and POST /v1/chat/completions. The server can also stream
+-- answers. It processes requests one at a time. If a client disconnects, the server stops processing the client's
+-- request. Ctrl-C ends the server.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes the pages of the site into a folder, for Sphinx (`make site`). With --check, it checks the HTML that Sphinx
--- made from these pages:
+-- Writes the pages of the site into a folder, for Sphinx (`make site`). With --check, checks the HTML that Sphinx has
+-- created from these pages:
 --   psluajit tools/site.lua FOLDER
 --   psluajit tools/site.lua --check FOLDER
--- The pages are README.md, the guides of docs/, and the API reference. The site also has a page for each source file to
--- which a page links.
+-- The pages are README.md, the guides of docs/, and the API reference. If a page links to a source file, the site also
+-- has a page for the source file.
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
@@ -16,7 +16,7 @@ parser:argument("folder", "where to write them, or the HTML to check")
 parser:flag("--check", "check that every link leads somewhere, and that no page loads anything from a network")
 local args = command_line.parse(parser)
 
--- The pages in the order of the site's menu. Pages of docs/ that are missing from this list follow in a separate group.
+-- The pages in the order of the site's menu. Pages of docs/ that are not in this list follow in a separate group.
 local MENU = {
   { "Start", { "docs/first_hour", "docs/from_scratch", "docs/encoder", "docs/errors", "docs/gallery", "docs/benchmarks",
     "docs/reliability" } },
@@ -96,7 +96,7 @@ local function link_of(page, text, target)
   return ('<a href="%ssource/%s.html">%s</a>'):format(up, path, text)
 end
 
--- Replaces the links in the text of a page with links on the site. Listings do not change.
+-- Converts the links in the text of a page to links on the site. Listings do not change.
 local function with_links(page, text)
   local out, from, fence = {}, 1, false
   local function put(part)
@@ -112,7 +112,7 @@ local function with_links(page, text)
     end
   end
   put(text:sub(from))
-  -- Sphinx knows the anchors of headings, but not the anchors that a page defines by hand.
+  -- Links to anchors that a page defines by hand become HTML, because Sphinx knows only the anchors of headings.
   return (table.concat(out):gsub("%[([^%[%]]+)%]%(#([^%)%s]+)%)", function(words, anchor)
     if text:find(('<a name="%s">'):format(anchor), 1, true) then
       return ('<a href="#%s">%s</a>'):format(anchor, words)

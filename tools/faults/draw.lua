@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Draws from a seed the settings of a job and the faults of each of its lives. Also contains the table of faults, which
--- says how a life with each fault may end. The same seed draws the same plan on every machine.
+-- Draws from a seed the settings of a job and the faults in each life of the job. Also contains the table of faults,
+-- which says how a life may end after each fault. The same seed draws the same plan on every machine.
 local C = require("ps.core.ffi").C
 
 local draw = {}
@@ -9,7 +9,7 @@ local draw = {}
 ---@field kind string         the name of a row of KINDS
 ---@field life integer        1 or 2; the last life of a run has no faults
 ---@field rank integer
----@field text? string        the event's text in PS_FAULT_PLAN, or nil if the runner makes the fault (late, twice)
+---@field text? string        the event's text in PS_FAULT_PLAN, or nil if run.lua causes the fault (late, twice)
 ---@field seconds? number     how many seconds a rank starts late
 
 ---@class ps.faults.Plan
@@ -28,8 +28,8 @@ local draw = {}
 ---@field new ps.faults.Calls     calls in a life that begins without a checkpoint
 ---@field saved ps.faults.Calls   calls in a life that continues from a checkpoint
 
--- Returns a random generator: Lehmer's generator with Park and Miller's later multiplier. It is small, and no other
--- code shares its state. Successive seeds begin at unrelated states.
+-- Returns a random generator: Lehmer's generator with Park and Miller's later multiplier. The generator is small, and
+-- no other code shares its state. The generators of successive seeds begin in unrelated states.
 local function random(text)
   local state = tonumber(C.ps_xxh3(text, #text) % 2147483646) + 1
   local function next_number()
@@ -41,17 +41,19 @@ local function random(text)
   function r.int(low, high) return low + math.floor(next_number() * (high - low + 1)) end
   function r.pick(list) return list[r.int(1, #list)] end
   function r.chance(p) return next_number() < p end
-  --- Returns a number from 0 to `most`. The logarithm of the number is uniformly distributed, so that early calls are
-  --- hit as often as late calls.
+  --- Returns a number from 0 to `most`. The logarithm of the number plus 1 is uniformly distributed, so that the first
+  --- few calls are hit as often as the many later calls.
   function r.early(most) return math.floor(math.exp(next_number() * math.log(most + 1))) - 1 end
   return r
 end
 
--- For these doors, a number of calls that every life makes. The profile counts only file calls exactly. The numbers of
--- socket and thread calls differ between runs, and a plan must not depend on them (most_calls).
+-- Fixed numbers of calls for doors that are not file doors. Every life makes at least this number of calls. The profile
+-- counts only file calls exactly. The numbers of socket and thread calls differ between runs, so a plan must not depend
+-- on these numbers (most_calls).
 local CALLS = { send = 250, recv = 450, alloc = 1600, clock = 3, ["end"] = 1 }
 
--- The words that follow the number of a lost rank in an error. The number can be followed by its place in brackets.
+-- Patterns of the words that follow a lost rank's number in an error. The rank's place can be between the number and
+-- the words, in brackets.
 draw.LOST = { "[^\n]- died:", "[^\n]- failed", "[^\n]- gave up:", "[^\n]- is silent for", "[^\n]- did not ",
   "[^\n]- hung up", "[^\n]- ended", "[^\n]- left", "[^\n]- broke in ", "[^\n]- do not arrive", "[^\n]- has not come",
   " sent nothing within", " took nothing within", "[^\n]- does not answer", "[^\n]- could not connect to",
@@ -63,9 +65,9 @@ for i, verb in ipairs(draw.LOST) do LOST_RANK[i] = "rank %d+" .. verb end
 local WORDS = { EIO = "Input/output error", ENOSPC = "No space left on device", EDQUOT = "Disk quota exceeded",
   EMFILE = "Too many open files", EACCES = "Permission denied", EROFS = "Read%-only file system" }
 
--- The weight of each class of file calls when a plan is drawn. It does not depend on the number of calls of the class.
--- Classes that are not listed have weight 0, because their number of calls differs between runs. An example is opening
--- `other` files.
+-- The weight with which each class of file calls is drawn. The weight does not depend on the number of calls of the
+-- class. Classes that are not listed have weight 0, because their number of calls differs between runs. An example is
+-- the class of opening `other` files.
 local WEIGHTS = { ["read/save"] = 4, ["write/save"] = 4, ["read/chunk"] = 4, ["write/chunk"] = 4, ["map/save"] = 3,
   ["sync/save"] = 2, ["sync/folder"] = 3, ["sync/latest"] = 4, ["sync/index"] = 1, ["rename/save"] = 3,
   ["rename/latest"] = 3, ["rename/index"] = 1, ["write/latest"] = 3, ["write/index"] = 1, ["read/latest"] = 2,
@@ -76,16 +78,16 @@ local NAMES = {}
 for name in pairs(WEIGHTS) do NAMES[#NAMES + 1] = name end
 table.sort(NAMES)
 
--- Rounds a number of calls down to two significant bits, because the number of reads ahead of the disk tier varies by a
--- few calls.
+-- Rounds a number of calls down to two significant bits, because the number of read-ahead calls of the disk tier varies
+-- by a few calls between runs.
 local function rounded(n)
   local unit = 1
   while n >= 4 * unit do unit = unit * 2 end
   return math.floor(n / unit) * unit
 end
 
--- Returns approximately how many calls of a door a life makes, for doors that are not doors of files. The number
--- follows from the settings and from the exact numbers of file calls, so it is the same in every run.
+-- Returns the approximate number of calls that a life makes at a door that is not a file door. The number is computed
+-- from the settings and from the exact numbers of file calls, so it is the same in every run.
 local function most_calls(door, where)
   local job, calls, many = where.job, where.calls, where.job.ranks > 1
   if door == "clock" and not job.config.csv_monitor then return 0 end
@@ -102,7 +104,7 @@ local function most_calls(door, where)
   return files + chunks + waits + (many and CALLS.send + CALLS.recv or 0)
 end
 
--- Returns the classes of files that match `pattern` and on which a life calls one of `doors`.
+-- Returns the classes of files that match `pattern` and for which the life makes a call at one of `doors`.
 local function classes_of(calls, doors, pattern)
   local list, sum = {}, 0
   for _, name in ipairs(NAMES) do
@@ -117,7 +119,7 @@ local function classes_of(calls, doors, pattern)
   return list, sum
 end
 
--- Draws a call number below n. It is any number, one of the first numbers, or one of the last.
+-- Draws a call number below n: any of the numbers, one of the first numbers, or one of the last numbers.
 local function call_of(r, n)
   local how = r.next()
   if how < 0.6 then return r.int(0, n - 1) end
@@ -142,9 +144,9 @@ local function text_of(door, nth, count, action)
   return { text = ("%s@%d%s=%s"):format(door, nth, count and count > 1 and "+" .. count or "", action) }
 end
 
--- Returns an event of PS_FAULT_PLAN at a call that the life makes. Returns nil if the life makes no such call. `where`
--- is { r, job, rank, calls (of the rank) } and `doors` is a list of names. A door of files stands for all its classes,
--- and each class has its own weight. Other doors have weight 4.
+-- Returns an event of PS_FAULT_PLAN at a random call that the life makes at one of `doors`, a list of names. Returns
+-- nil if the life makes no such call. `where` is { r, job, rank, calls }, where `calls` are the numbers of calls of the
+-- rank. A file door stands for all its classes of files, and each class has its own weight. Other doors have weight 4.
 local function at(where, doors, action, count, pattern)
   local r, others, files = where.r, {}, {}
   for _, door in ipairs(doors) do
@@ -168,23 +170,24 @@ local function at(where, doors, action, count, pattern)
   end
 end
 
--- Returns an event like at(). It draws the door first, so that a door which is listed twice is drawn twice as often.
+-- Returns an event like at(), but draws the door first. A door that is listed twice is drawn twice as often.
 local function at_one(where, doors, action, count)
   return at(where, { where.r.pick(doors) }, action, count) or at(where, doors, action, count)
 end
 
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
--- The doors at which a process ends: a door of files, or any door. Power is lost more often at an fsync or a rename,
--- and also after the process has ended. In the last case, everything that the process reported must be true.
+-- ENDS: the doors at which a process is ended, which are file doors or any door. POWER: the doors at which power is
+-- lost. In addition to ENDS, these are fsync, rename and `end`, which is after the process has ended. After a loss of
+-- power at `end`, everything that the process reported must be true.
 local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
 local POWER = { "end", "end", "sync", "sync", "rename" }
 for _, door in ipairs(ENDS) do POWER[#POWER + 1] = door end
--- The calls that make a checkpoint the newest one, and the first call after them. Between two of these calls, the
--- folder is valid only if the calls have the right order.
+-- The calls that make a checkpoint the newest checkpoint, and the first call after these calls. Between two of these
+-- calls, the folder is valid only if the calls have the right order.
 local COMMITS = { "write/latest", "sync/latest", "sync/latest", "rename/latest", "rename/save", "rename/save",
   "sync/folder", "sync/folder", "rename/index", "remove/save" }
 
--- Returns an event that ends the process. A large part of these events happens while a checkpoint is being committed.
+-- Returns an event that ends the process. A large share of such events happens while a checkpoint is being committed.
 local function at_end(where, doors, action)
   local r, made = where.r, {}
   for _, name in ipairs(COMMITS) do if (where.calls[name] or 0) > 0 then made[#made + 1] = name end end
@@ -199,7 +202,7 @@ end
 
 local LINKS = { "send", "recv" }
 
--- Returns an event at a call that moves bytes. Half of these events are at reads.
+-- Returns an event at a call that moves bytes. Half of such events are at reads.
 local function at_move(where, action, count)
   local others = where.job.ranks > 1 and { "write", "send", "recv" } or { "write" }
   return at(where, { where.r.chance(0.5) and "read" or where.r.pick(others) }, action, count)
@@ -207,16 +210,16 @@ end
 
 -- The table of faults. A row has these fields:
 --   golden      A life with this fault must end like a life without faults. If golden is not set, the life may also end
---               with an error that names the cause. On the rank that had the fault, the error must contain a text that
---               fits one of `causes`. Other ranks must name that rank or repeat its error.
---   dies        signals by which the rank itself may end
+--               with an error that names the cause. The error of the rank that had the fault must contain a text that
+--               matches one of `causes`. The other ranks must name this rank or repeat its error.
+--   dies        signals that may end the rank that had the fault
 --   says        the text that the rank prints before it ends by such a signal
 --   everywhere  all ranks have the fault
 --   ranks       the fault needs several ranks
 --   unreadable  the life may skip a checkpoint that it could not read
 --   link        the error must also name the operation that the rank was performing
---   weight      how much more often this fault is drawn than others
---   make        make({ r, job, calls }) draws an event, or returns nil if the life has no such call
+--   weight      how much more often this fault is drawn than a fault without a weight
+--   make        make({ r, job, calls }) draws an event, or returns nil if the life makes no call that the fault needs
 local KINDS = {
   { "eintr", golden = true, weight = 2, make = function(w) return at_move(w, "EINTR", w.r.int(1, 3)) end },
   { "short", golden = true, weight = 2, make = function(w) return at_move(w, "short", w.r.int(1, 20)) end },
@@ -235,7 +238,7 @@ local KINDS = {
   { "hand_over", golden = true, make = function(w)
     return at(w, { "lock", "wait" }, ("delay:%.4f"):format(w.r.next() * 0.01), w.r.int(1, 30))
   end },
-  -- A thread that is late at 200 consecutive locks. This fault finds lost wake-ups.
+  -- Delays a thread at 200 consecutive locks. This fault finds lost wake-ups.
   { "late_thread", golden = true, make = function(w)
     return at(w, { "lock", "wait", "wait" }, ("lag:%.4f"):format(0.0002 + w.r.next() * 0.004))
   end },
@@ -317,7 +320,7 @@ local function mesh(r, ranks, config, job)
   end
 end
 
-local SHARE = 8                                            -- number of consecutive seeds that share a job
+local SHARE = 8                                            -- number of consecutive seeds that have the same job
 
 --- Returns the job of a seed.
 ---@param seed integer
@@ -355,10 +358,11 @@ end
 -- -- the faults -------------------------------------------------------------------------------------------------------
 local ON = 0.6                                             -- fraction of the kinds that a seed enables (swarm testing)
 
-local TIER_FAILS = 0.4        -- fraction of the seeds that enable this kind, if their job has a disk tier
+local TIER_FAILS = 0.4        -- if the job has a disk tier, the fraction of the seeds that add an error of the disk
+                              -- tier
 
--- Returns an error of the disk tier, and the kind of the error. Without this function such errors would be rare,
--- because most classes of files belong to checkpoints.
+-- Draws an error of the disk tier. Returns the kind of the error, and the event. Without this function such errors
+-- would be rare, because most classes of files belong to checkpoints.
 local function tier_error(where)
   local r = where.r
   local kind, count = r.pick { "eio", "full" }, r.pick { 1, 1, 2, 1000000 }
@@ -397,14 +401,14 @@ function draw.plan(seed, job, profile)
     for _ = 1, #soft > 0 and r.int(1, 4) or 0 do add(life, r.pick(soft)) end
     -- Threads of the disk tier wait for each other at every chunk.
     if late and (job.disk_threads or 0) > 0 then add(life, KINDS.late_thread) end
-    -- A life that completes the job has no steps left for the next life.
+    -- The earlier lives have at least one fault: if a life completed the job, no steps would be left for the next life.
     local left, tries = #on > 0 and r.pick(life < plan.lives and { 1, 1, 2 } or { 0, 0, 1, 1, 1, 2, 3 }) or 0, 0
     while left > 0 and tries < 10 do                      -- a life might make no call that a kind needs
       if add(life, r.pick(on)) then left = left - 1 end
       tries = tries + 1
     end
   end
-  -- This generator is separate, so that the events above do not depend on it.
+  -- A separate generator, so that the events above are the same with and without this event.
   local own = random(("tier %d"):format(seed))
   local life, rank = own.int(1, plan.lives), own.int(0, job.ranks - 1)
   local kind, event = tier_error { r = own, job = job, calls = profile[life > 1 and "saved" or plan.begins][rank] }
@@ -427,9 +431,9 @@ function draw.text(plan, life)
   return table.concat(words, " ")
 end
 
---- Returns the settings that determine the results of a job. Budgets, tiers and checkpoints do not change the results.
---- Jobs that differ only in these settings share a golden run. The chunk size is among the settings that are returned,
---- because it changes the order of sums in ZeRO levels 2 and 3 with accumulation.
+--- Returns the settings that determine the results of a job. Budgets, tiers and checkpoints do not change the results,
+--- so jobs that differ only in budgets, tiers or checkpoints share a golden run. The chunk size is one of the returned
+--- settings, because it changes the order of sums in ZeRO stages 2 and 3 with accumulation.
 ---@param job table
 ---@return string key
 ---@return table the settings of the golden run
@@ -471,7 +475,7 @@ function draw.events(plan)
   return #words > 0 and table.concat(words, " ") or draw.NO_EVENTS
 end
 
--- Maps the name of an action to the action's kind. If the action has an errno, it belongs to the kind that allows this
+-- Maps the name of an action to the kind of fault. If the name is an errno, the kind is a kind that can cause this
 -- errno.
 local OF_ACTION = { EINTR = "eintr", short = "short", delay = "slow", drip = "drip", spurious = "spurious",
   reorder = "reorder", lag = "late_thread",

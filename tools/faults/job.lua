@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The job of tools/faults.lua. It is one rank of a small training that saves and resumes. It is written like a script
--- of a user. Its arguments are a file with the settings (JSON, tools/faults/draw.lua), the folder of the run, the log,
--- and the number of this life. Each line of the log is one event of this rank:
+-- The job of tools/faults.lua: one rank of a small training run that saves and resumes, written like a script of a
+-- user. The arguments are a file with the settings (JSON, tools/faults/draw.lua), the folder of the run, the log, and
+-- the number of this life. Each line of the log is one event of this rank:
 --   RANK LIFE resumed STEP SKIPPED     SKIPPED: number of checkpoints that could not be used
---   RANK LIFE step STEP HASHES ROWS    after the step. HASHES: NAME=HASH for each of this rank's parameters, for its
---                                      optimizer state and for its next random numbers. ROWS: a hash of each row that
---                                      it read
---   RANK LIFE saved STEP               the checkpoint was reported complete
+--   RANK LIFE step STEP HASHES ROWS    written after the step. HASHES: NAME=HASH for each parameter of this rank, for
+--                                      the rank's optimizer state and for the rank's next random numbers. ROWS: a hash
+--                                      of each row that the rank read
+--   RANK LIFE saved STEP               written after the checkpoint was reported complete
 --   RANK LIFE end STEP
 --   RANK LIFE damaged FILE
 local ps = require "ps"
@@ -24,13 +24,14 @@ local job = json.decode(file:read("*a"))
 file:close()
 local folder, life = arg[2], tonumber(arg[4])
 local run = folder .. "/run"
-ffi.C.alarm(20 * job.limit_s)                               -- ends the job if the process that started it died
+ffi.C.alarm(20 * job.limit_s)                               -- ends the job even if the process that started the job has
+                                                            -- died
 
 local group = job.ranks > 1 and ps.init_distributed { quiet = true, timeout = job.timeout_s,
   heartbeat = job.heartbeat_s, rendezvous = "file://" .. folder .. "/rendezvous" }
 local rank = ps.rank()
--- All ranks append to one log. Each line is written by one call of write. A stream's buffer is shorter than a line. A
--- stream would therefore write a line in parts, and lines of other ranks could appear between the parts.
+-- All ranks append to one log. Each line is written by a single call of write(). A Lua file would write a line in
+-- parts, because its buffer is shorter than a line. Lines of other ranks could then appear between the parts.
 local log = assert(fcntl.open(arg[3], fcntl.O_WRONLY + fcntl.O_APPEND + fcntl.O_CREAT, 420))
 local function note(text, ...)
   local line = ("%d %d %s\n"):format(rank, life, text:format(...))
@@ -77,8 +78,8 @@ local loader = ps.data.loader { file = job.text, batch = job.rows, seq = 16, see
 local parts = { model = model, optimizer = optimizer, loader = loader, keep = job.keep, quiet = true,
   async = job.async, shards = job.shards }
 
--- Loads the checkpoints that must be kept and are older than the newest one. If a checkpoint was reported complete, it
--- must be possible to load it.
+-- Loads all kept checkpoints except the newest checkpoint. It must be possible to load every checkpoint that was
+-- reported complete.
 local function load_kept()
   local latest = assert(io.open(run .. "/latest", "rb"))
   local newest = tonumber((latest:read "*l" or ""):match "^step%-(%d+)")
@@ -90,8 +91,7 @@ local function load_kept()
   for i = math.min(job.keep - 1, #older), 1, -1 do ps.checkpoints.load(run .. "/" .. older[i], parts) end
 end
 
--- Checks the file `latest`. The file is replaced as a whole, so its contents must always be those of one of its
--- versions.
+-- Checks the file `latest`. The file is always replaced as a whole, so it must contain a complete version.
 local function check_latest()
   local latest = io.open(run .. "/latest", "rb")
   if not latest then return end

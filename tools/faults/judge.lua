@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Decides from the outside how the lives of a run ended: golden, named, or wrong. The judge reads the output of the
--- processes, how they ended, the log of the job, and the faults that happened (tools/faults/run.lua). It compares them
--- with the table of tools/faults/draw.lua.
+-- Decides from the outside how the lives of a run ended: golden, named, or wrong. The judge uses the output and the
+-- exit status of the processes, the log of the job, and the list of faults that happened (tools/faults/run.lua). It
+-- compares these with the table of faults in tools/faults/draw.lua.
 local draw = require "tools.faults.draw"
 local run = require "tools.faults.run"
 
 local judge = {}
 
--- Returns the kinds of faults that can end a life, for the faults that have happened since line `from` of the fault
--- log. The kinds are indexed by rank.
+-- Considers the faults list[from], list[from + 1], ... of a life. Returns the kinds of these faults that can end the
+-- life, by rank, and a list of all these kinds.
 local function happened(plan, life, list, from)
   local by_rank, all = {}, {}
   local function add(rank, kind)
@@ -37,7 +37,7 @@ local function happened(plan, life, list, from)
   return by_rank, all
 end
 
--- The words by which errors name the operations that ranks perform.
+-- Patterns of the words by which an error names the operation that a rank was performing.
 local OPERATIONS = { "%l[%l_]+, call %d+ of rank", "stripe %d+, call %d+ of rank", "%l[%l ]+, call %d+:",
   "%(call %d+%)", "%l[%l_]+ %u of micro%-batch", "waiting [%d.]+ s for", "telling the other ranks",
   "joining the other ranks", "connecting to the watch", "connect to the others", "in forward", "in backward",
@@ -50,8 +50,8 @@ local function has_any(text, patterns)
   end
 end
 
--- Returns the line that names a cause. One of the kinds must allow the cause. If the fault is one of a link, the line
--- must also name an operation.
+-- Returns the text that names a cause of one of the kinds, or nil. If the fault of the kind is at a link, the text must
+-- also name an operation.
 local function fits(text, kinds)
   for _, kind in ipairs(kinds) do
     local found = has_any(text, kind.causes or {})
@@ -59,14 +59,14 @@ local function fits(text, kinds)
   end
 end
 
--- Returns the line that contains the reason why a process ended. It is the last line that names the program.
+-- Returns the reason why a process ended, which is in the last line that begins with the program's name.
 local function last_words(text)
   local words = text:match "([^\n]+)\n*$" or ""
   for line in text:gmatch "psluajit[%w_]*: ([^\n]+)" do words = line end
   return (words:gsub("^%c*", ""):sub(1, 240))
 end
 
--- The words of errors that depend on the speed of the machine.
+-- Patterns of errors that may depend on the speed of the machine.
 local TIMES = { "is silent for", "within [%d.]+ s", "waiting [%d.]+ s", "does not answer", "gave up" }
 
 -- Returns how a process ended. If it succeeded, returns nil. Otherwise returns "named" or "wrong", the reason, and true
@@ -88,8 +88,7 @@ local function ending(process, by_rank, all)
   end
   if process.code == 0 then return nil end
   local cause = fits(process.text, own) or fits(process.text, all)
-  -- A rank without a fault must name the rank that had the fault. It must also name the operation that it was
-  -- performing itself.
+  -- A rank without a fault must name the rank that had the fault, and the operation that it was performing itself.
   if not cause and #all > 0 and has_any(process.text, OPERATIONS) then
     for rank in pairs(by_rank) do
       for _, verb in ipairs(draw.LOST) do cause = cause or has_any(process.text, { "rank " .. rank .. verb }) end
@@ -100,9 +99,9 @@ local function ending(process, by_rank, all)
     last_words(process.text)), has_any(process.text, TIMES) ~= nil
 end
 
--- Returns when a life failed, or nil if no process failed. The time is the latest of three times: the last fault, the
--- last continuation of a stopped rank, and the first end of a process. All processes must end within a few seconds
--- after it.
+-- Returns the time at which a life failed, or nil if no process failed. It is the latest of three times: the last
+-- fault, the last continuation of a stopped rank, and the first end of a process. After this time, all processes must
+-- end within a few seconds.
 local function failed_at(processes, list)
   local first, last, failed = math.huge, 0, false
   for _, process in ipairs(processes) do
@@ -114,9 +113,9 @@ local function failed_at(processes, list)
   return failed and first < math.huge and math.max(first, last) or nil
 end
 
--- Checks that parameters have the values of the golden run. The chunk size determines which rank has which parameters.
--- Hence the values of all ranks are in one table. An exception is tensor parallelism, where each rank has its own shard
--- of a parameter.
+-- Checks that parameters have the values of the golden run. The values of all ranks are in one table, because the chunk
+-- size determines which rank has which parameters. With tensor parallelism, each rank has its own table, because each
+-- rank has its own shard of a parameter.
 local function check_step(line, job, golden)
   local want = golden[line.rank .. " " .. line.step]
   if not want then return ("rank %d reports step %d, which does not exist"):format(line.rank, line.step) end
@@ -129,8 +128,8 @@ local function check_step(line, job, golden)
   if line[2] ~= want.rows then return ("rank %d read other rows in step %d"):format(line.rank, line.step) end
 end
 
--- Considers only the checkpoints that were reported complete and are kept. Returns the step of the nth newest of them,
--- or 0 if there is no such checkpoint.
+-- Returns the step of the nth newest checkpoint, or 0 if there is no such checkpoint. Only checkpoints that were
+-- reported complete and are kept count.
 local function complete(state, nth, keep)
   local steps = {}
   for step in pairs(state.complete) do steps[#steps + 1] = step end
@@ -138,9 +137,9 @@ local function complete(state, nth, keep)
   return nth <= keep and steps[nth] or 0
 end
 
--- Checks the step at which a life began. It must not be before the last checkpoint that was reported complete, unless a
--- fault of this life made this checkpoint unreadable. If checkpoints were unreadable, the life must begin at the newest
--- of the other checkpoints.
+-- Checks the step at which a life began. If a fault of this life made the newest checkpoints unreadable, these
+-- checkpoints may be skipped. The life must begin at the newest remaining checkpoint that was reported complete, or at
+-- a later step.
 local function check_begin(line, state, unreadable, keep)
   local skipped = tonumber(line[1]) or 0
   if skipped > 0 and not unreadable then return ("%d checkpoints were damaged"):format(skipped) end
@@ -151,8 +150,7 @@ local function check_begin(line, state, unreadable, keep)
   end
 end
 
--- Compares the log of a life with the log of the golden run. `state` contains the facts that are known from earlier
--- lives.
+-- Compares the log of a life with the log of the golden run. `state` contains facts about the earlier lives.
 local function check_log(log, job, life, golden, state, unreadable)
   local first
   for _, line in ipairs(log) do
@@ -181,8 +179,9 @@ local function check_log(log, job, life, golden, state, unreadable)
   end
 end
 
---- Returns the log of the golden run. "RANK STEP" maps to { values, rows }, and a step maps to the values of all ranks.
---- Values are indexed by the name of the parameter. The run must have read each row once per epoch.
+--- Converts the log of the golden run to a table. The key "RANK STEP" has the value { values, rows }. The key STEP has
+--- the values of all ranks. `values` maps the names of parameters to values. Checks that the run read each row once per
+--- epoch.
 ---@param log table[]
 ---@param job table
 ---@return table
@@ -213,9 +212,11 @@ end
 ---@field why? string
 ---@field timed? boolean     true if the outcome is WRONG and could be different on a faster machine
 
---- Returns the state of the judge before the first life. The judge passes it from life to life. complete: the steps of
---- the checkpoints that were reported complete. seen: "RANK STEP" for each step that was reported. faults: the number
---- of faults.
+--- Returns the state of the judge before the first life. The judge passes the state from life to life. It has these
+--- fields:
+---   complete: the steps of the checkpoints that were reported complete
+---   seen: "RANK STEP" for each step that was reported
+---   faults: the number of faults
 ---@return {complete: table<integer, true>, seen: table<string, true>, faults: integer}
 function judge.state() return { complete = {}, seen = {}, faults = 0 } end
 
@@ -274,9 +275,9 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
   return { outcome = outcome, why = why }
 end
 
---- Checks for missing steps and leftover files after all lives. Returns what is wrong, or nil if nothing is wrong. If a
---- save was killed, the next save removes its leftovers. Such leftovers are therefore allowed if the last life saved
---- nothing. `shm` contains the names that were in /dev/shm before the run.
+--- Checks for missing steps and leftover files after all lives. Returns a description of the problem, or nil if there
+--- is none. A save removes the files that a killed save left behind. Hence such files are allowed if the last life
+--- saved nothing. `shm` contains the names that were in /dev/shm before the run.
 ---@param spec table
 ---@param state table
 ---@param shm table<string, boolean>

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs the lives of a job. It starts the ranks, stops, continues and ends them, and returns what can be observed from
--- the outside. Functions that wait yield, so that several jobs run at the same time.
+-- Runs the lives of a job: starts, stops, continues and ends its ranks, and returns what can be observed from the
+-- outside. A function that waits yields, so that several jobs can run at the same time.
 local ffi = require "ffi"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -14,8 +14,10 @@ local paths = require "ps.paths"
 
 local run = {}
 
-local SHORT_S = 3                                          -- stops of up to this duration end before the heartbeat does
-local CONTINUED_S = 0.3                                    -- duration of a stop if the log does not say it
+local SHORT_S = 3                                          -- a stop of at most this duration ends before the heartbeat
+                                                           -- timeout
+local CONTINUED_S = 0.3                                    -- duration of a stop if the log does not contain the
+                                                           -- duration
 
 ffi.cdef "int prctl(int option, ...);"
 local PR_SET_PDEATHSIG = 1
@@ -46,8 +48,8 @@ run.write = write
 
 local OLDER_S = 300                                        -- the longest time that a build takes
 
---- Returns the path of psluajit_faults, which must be next to psluajit and from the same build. If there is no such
---- program, returns nil and the reason.
+--- Returns the path of psluajit_faults. This program must be in the folder of psluajit and from the same build. If
+--- there is no such program, returns nil and the reason.
 ---@return string?
 ---@return string? why
 function run.program()
@@ -68,7 +70,7 @@ end
 ---@field out string          path of the process's output
 ---@field code? integer       exit code, or nil
 ---@field signal? integer     the signal that ended it, or nil
----@field hung? string        "calm" if it had to be killed; "busy" if it had to be killed because the machine was busy
+---@field hung? string        set if it had to be killed: "busy" if the machine was busy, otherwise "calm"
 ---@field over? number        time at which it ended, by run.now
 ---@field continued? number   time at which it was last continued after a stop, by run.now
 ---@field starves? boolean    true if it recently lacked a processor
@@ -108,8 +110,8 @@ local function start(spec, life, rank, twin)
   unistd._exit(127)
 end
 
---- Returns for how many seconds the event stop:SECONDS stops a rank. Short stops are equally short on every machine.
---- Long stops are longer than the heartbeat.
+--- Returns for how many seconds the event stop:SECONDS stops a rank. The duration of a short stop is the same on every
+--- machine. A long stop is lengthened by the job's patience, so that it is longer than the heartbeat timeout.
 ---@param seconds number
 ---@param job table
 ---@return number
@@ -117,7 +119,7 @@ function run.stopped(seconds, job)
   return seconds > SHORT_S and seconds * (job.patience_s or 1) or seconds
 end
 
--- Returns for how many seconds a rank that has just stopped itself must stay stopped.
+-- Returns the seconds for which a rank that has just stopped itself must stay stopped.
 local function stop_seconds(spec, rank)
   local seconds = CONTINUED_S
   local pattern = ("\n?%d [%%d.]+ event [^ ]*=stop:([%%d.]+) "):format(rank)
@@ -128,12 +130,14 @@ local function stop_seconds(spec, rank)
 end
 
 local LOOKS_S = 0.25
-local BUSY = 10                                            -- factor of a life's time limit if one of its processes
-                                                           -- starves
+local BUSY = 10                                            -- if a process of a life starves, the life's time limit is
+                                                           -- longer by this factor
 
--- A sample of the threads of a process. ran: seconds of processor time. waited: seconds in which threads were ready to
--- run and had no processor. The system counts these seconds when a thread gets a processor. ready: true if a thread is
--- ready to run or waits for a disk.
+-- A sample of the threads of a process:
+--   ran: seconds of processor time
+--   waited: seconds in which threads were ready to run and had no processor; the system counts these seconds when a
+--   thread gets a processor
+--   ready: true if a thread is ready to run or waits for a disk
 ---@alias ps.faults.Sample {ran: number, waited: number, ready: boolean}
 
 local function sample(pid)
@@ -157,7 +161,7 @@ function run.starved(before, after, seconds)
     or before.ready and after.ready and after.ran - before.ran < 0.5 * seconds
 end
 
--- Records the events of a process since the last call.
+-- Updates the fields of a process: whether it starves, has stopped or has ended. Continues it when its stop is over.
 local function look(process, spec)
   local now = run.now()
   if now >= process.looked + LOOKS_S then
@@ -180,7 +184,7 @@ local function look(process, spec)
   end
 end
 
---- Runs one life to its end. `spec` has exe, script, job, folder and plan (for PS_FAULT_PLAN).
+--- Runs one life to its end. `spec` has the fields exe, script, job, folder and plan (the text of PS_FAULT_PLAN).
 ---@param spec table
 ---@param life integer
 ---@param events ps.faults.Event[] the events of this life
@@ -195,7 +199,7 @@ function run.life(spec, life, events)
     if event.kind == "twice" then starts[#starts + 1] = { rank = event.rank, at = began, twin = true } end
   end
   os.remove(spec.folder .. "/rendezvous")
-  os.remove(spec.folder .. ".faults.power")                -- a record of the power that the previous life lost
+  os.remove(spec.folder .. ".faults.power")                -- the previous life's record of its loss of power
                                                            -- (src/faults/plan.c)
   repeat
     local left = 0
@@ -223,7 +227,7 @@ function run.life(spec, life, events)
     local now = run.now()
     calm_s, looked = calm_s + (starves and 0 or now - looked), now
     if left > 0 and left == stopped and #processes > left then
-      -- the other processes have ended
+      -- All processes that have not ended are stopped, so they are continued at once.
       for _, process in ipairs(processes) do process.continues = process.continues and 0 end
     end
     if left > 0 then coroutine.yield() end
@@ -231,8 +235,8 @@ function run.life(spec, life, events)
   for _, process in ipairs(processes) do
     process.text = read(process.out)
     process.seconds = process.over - began
-    if signal.kill(-process.pid, 0) == 0 then              -- a child process is still running after the process itself
-                                                           -- ended
+    if signal.kill(-process.pid, 0) == 0 then              -- a child process is still running although the process
+                                                           -- itself has ended
       process.orphans = true
       signal.kill(-process.pid, signal.SIGKILL)
     end
@@ -275,7 +279,7 @@ function run.happened(folder)
   return list
 end
 
---- Returns the paths that ranks created outside the job's folder and did not remove. The log of the job is excluded.
+--- Returns the paths that ranks created outside the job's folder and did not remove, except the log of the job.
 ---@param folder string
 ---@return string[]
 function run.outside(folder)
@@ -299,8 +303,8 @@ function run.calls(folder)
   return all
 end
 
--- Runs a command. Each %s in the text is replaced by a path. os.execute is not used, because it would ignore Ctrl-C
--- until the command ends.
+-- Runs the command `text`, in which each %s is replaced by a path. os.execute is not used, because it would ignore
+-- Ctrl-C until the command ends.
 local function shell(text, ...)
   local words = { ... }
   for i, word in ipairs(words) do words[i] = "'" .. word:gsub("'", "'\\''") .. "'" end
@@ -312,7 +316,7 @@ end
 function run.remove(path) shell("rm -rf %s", path) end
 
 --- Creates the folder of a job, and writes the job's settings. The logs are next to the folder and not in it, so that
---- faults do not affect them.
+--- faults do not affect the logs.
 ---@param spec table
 function run.prepare(spec)
   run.clean(spec.folder)

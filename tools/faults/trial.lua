@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs plans. A plan consists of the lives of a job under faults, a last life without faults, and the judgement. First
--- the runs without faults that a plan needs are made: the golden run of its job, and the job's profile. Functions that
--- wait yield.
+-- Runs plans. To run a plan, this file first runs the plan's job without faults, for the golden run and the job's
+-- profile. Then it runs the lives with faults and a last life without faults, and judges them. A function that waits
+-- yields.
 local json = require "cjson"
 local stdlib = require "posix.stdlib"
 local copied = require "ps.core.copied"
@@ -11,8 +11,8 @@ local draw = require "tools.faults.draw"
 local judge = require "tools.faults.judge"
 local run = require "tools.faults.run"
 
--- A rank sends a heartbeat every 0.6 s. It counts as lost after 3 s of silence. Other ranks wait at most 5 s for it.
--- Hence all processes of a failed life end within 10 s.
+-- A rank sends a heartbeat every 0.6 s. After 3 s of silence, a rank counts as lost. Other ranks wait at most 5 s for a
+-- rank. Hence all processes of a failed life end within 10 s.
 local HEARTBEAT_S, TIMEOUT_S, ENDS_S, LIMIT_S = 3, 5, 10, 30
 local CALM = 10                                            -- minimum patience for runs without faults
 -- A verdict that depends on time counts only if no process lacked a processor for longer than STARVED_S. Otherwise the
@@ -27,13 +27,13 @@ Trials.__index = Trials
 
 ---@class ps.faults.Trials
 ---@field root string         the folder of all files of the trials
----@field patience number     the factor of all time limits; at least the patience that the caller gave
+---@field patience number     the factor of all time limits; at least the patience that the caller passed
 ---@field repeated integer    the number of plans that were repeated with more patience
 ---@field exe string          the path of psluajit_faults
 
---- Makes the folder of all trials and the text that jobs train on.
+--- Creates the folder of all trials, and the text on which jobs train.
 ---@param exe string path of the program psluajit_faults
----@param patience number factor of all times, relative to a machine that does nothing else
+---@param patience number the factor of all time limits; 1 is for a machine on which no other programs run
 ---@return ps.faults.Trials?
 ---@return string? why the reason why the folder or its text cannot be written
 function trial.new(exe, patience)
@@ -56,7 +56,7 @@ function trial.new(exe, patience)
     goldens = {}, profiles = {}, made = 0 }, Trials)
 end
 
--- Returns the table that run.life needs. patience is nil for runs without faults, because nothing judges their time.
+-- Returns the table `spec` for run.life. For runs without faults, patience is nil, because their time is not judged.
 function Trials:spec(job, name, exe, patience)
   patience = patience or math.max(self.patience, CALM)
   job.text, job.limit_s = self.root .. "/text", math.ceil(LIMIT_S * (job.ranks > 1 and patience or self.least))
@@ -69,8 +69,8 @@ end
 local Failed = { __tostring = function(e) return e.alone end }
 local function fails_alone(text, ...) error(setmetatable({ alone = text:format(...) }, Failed), 0) end
 
--- Returns the value for a key. If there is no value yet, calls `fn` to make it. `fn` is called only once. Other callers
--- that need the value wait.
+-- Returns list[key]. If there is no value yet, calls fn() once to create it. While fn() runs, other callers that need
+-- the value wait.
 local function once(list, key, fn)
   while list[key] == "made" do coroutine.yield() end
   if not list[key] then
@@ -103,10 +103,10 @@ function Trials:golden(job)
   end)
 end
 
---- Returns the profile of a job. `new` and `saved` are the numbers of calls in two lives without faults. The first life
---- has half of the steps. The second life continues from the first life's checkpoint. Both lives must have the results
---- of the golden run. `folder` contains the checkpoints of the first life. `complete` contains the steps of these
---- checkpoints, and `step` is the newest of them.
+--- Returns the profile of a job, from two lives without faults. The first life has half of the steps. The second life
+--- continues from the first life's checkpoint. Both lives must have the results of the golden run. `new` and `saved`
+--- are the numbers of calls in the first and in the second life. `folder` contains the checkpoints of the first life.
+--- `complete` is the set of the steps of these checkpoints, and `step` is the highest of these steps.
 ---@param job table
 ---@return ps.faults.Profile
 function Trials:profile(job)
@@ -148,7 +148,7 @@ function Trials:plan(seed, options)
   return draw.plan(seed, job, self:profile(job))
 end
 
--- Fills the folder of a plan with the checkpoints from which life 1 begins. Returns what the judge then knows.
+-- Prepares the folder of a plan, with the checkpoints from which life 1 begins. Returns the state of the judge.
 function Trials:begin(plan, spec)
   run.prepare(spec)
   local state = judge.state()
@@ -218,7 +218,7 @@ function Trials:perform(plan, name)
   end
 end
 
---- Returns the shortest plan that is still WRONG. It is found by removing events one at a time.
+--- Removes events from the plan, one at a time, as long as the plan stays WRONG. Returns the shortened plan.
 ---@param plan ps.faults.Plan
 ---@param name string
 ---@return ps.faults.Plan

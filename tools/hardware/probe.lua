@@ -15,8 +15,8 @@ parser:option("--device", "cpu, or cuda for a GPU", "cpu")
 parser:option("--disk", "a folder whose disk is measured with a file of 1 GiB")
 local args = command_line.parse(parser)
 
--- Returns the number of bytes per second that the disk tier reads and writes in a folder. The disk tier bypasses the
--- page cache if the file system allows it.
+-- Returns the rates in bytes per second at which the disk tier reads and writes files in a folder. If the file system
+-- allows it, the disk tier bypasses the page cache.
 local function disk(folder)
   local model = ps.initialize { quiet = true, model_func = function() return ps.nn.Linear(1, 1) end,
     config = { device = "cpu", plan_print = false, memory = { disk = { path = folder, limit = 2 * DISK_NBYTES } } } }

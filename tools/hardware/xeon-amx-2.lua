@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Two cores of a Xeon with AVX-512 and AMX (bf16), as clouds rent them out. The device `sim` of this machine copies by
--- memcpy.
+-- Two cores of a Xeon with AVX-512 and AMX (bf16), as cloud providers rent them out. The device `sim` of this
+-- machine copies by memcpy.
 return {
   text = "2 cores of a Xeon with AMX",
   source = "measured by tools/hardware/probe.lua on a quiet machine, the disk on another day (the median of three)",

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Definitions for editors. They describe the public functions in the form that LuaLS and EmmyLua read, without function
--- bodies. tools/api_doc.lua calls put for each function, and text at the end.
+-- Definitions for editors: the public functions, without bodies, in the form that LuaLS and EmmyLua read.
+-- tools/api_doc.lua calls entry.put for each function, and entry.text at the end.
 local annotations = require "ps.prompt.annotations"
 local wrap = require "ps.core.wrap"
 
@@ -8,8 +8,8 @@ local entry = {}
 
 local LINE = 120
 
--- Maps a prefix in docs/api.md to the class of the objects for which the prefix stands. Two prefixes occur in several
--- sections, so their classes also depend on the section (see `class_of`).
+-- Maps a prefix in docs/api.md to the class of the objects that the prefix stands for. Two prefixes occur in several
+-- sections, so the classes of these two prefixes also depend on the section (see `class_of`).
 local CLASSES = { ["ps."] = "ps", ["t:"] = "ps.Tensor", ["F."] = "ps.functional", ["module:"] = "ps.nn.Module",
   ["scaler:"] = "ps.LossScaler", ["schedule:"] = "ps.Schedule", ["tokens:"] = "ps.Tokens", ["loader:"] = "ps.Loader",
   ["tokenizer:"] = "ps.Tokenizer", ["tok:"] = "ps.TextTokenizer", ["display:"] = "ps.Progress",
@@ -25,7 +25,7 @@ local OPERATORS = { "add", "sub", "mul", "div", "pow" }
 local functions, order, seen, made = {}, {}, {}, {}
 local section, shared = "", {}
 
---- Sets the section to which the next functions belong.
+--- Sets the section of docs/api.md to which the next functions belong.
 ---@param title string
 function entry.section(title) section = title end
 
@@ -36,15 +36,15 @@ local function class_of(prefix)
     return section == "The engine" and "ps.EngineOptimizer" or "ps.Optimizer", true
   elseif prefix == "model:" then return section == "The engine" and "ps.Engine" or "ps.pretrained.Model", true
   elseif prefix == "file:" then
-    return "ps.SafeTensors", true                          -- the second section with this prefix is ps.TorchFile, see
-                                                           -- put
+    return "ps.SafeTensors", true                          -- in the second section with this prefix, the class is
+                                                           -- ps.TorchFile; see entry.put
   elseif CLASSES[prefix] then return CLASSES[prefix], prefix:find ":$" ~= nil end
   return "ps." .. prefix:gsub("%.$", ""), false
 end
 
 local KEYWORDS = { ["end"] = true, ["in"] = true, ["function"] = true, ["repeat"] = true, ["not"] = true }
 
--- Returns a tag on one line. In a tag, any text after "#" can follow a type.
+-- Returns a tag, such as @param, on one line. If `rest` has a type and a text, "#" separates them.
 local function tag(name, rest)
   return ("---@%s %s"):format(name, (rest:gsub("%s+", " "):gsub("[ #]+$", "")))
 end

@@ -28,7 +28,8 @@ local function canvas(width, height)
   return self
 end
 
---- Draws the number of bytes per parameter for a bf16 model with AdamW, to scale. Each unit of chunks has a row.
+--- Draws the number of bytes per parameter for a bf16 model with AdamW, to scale. Each row is a unit, which is the
+--- chunks of all kinds for the same parameters.
 ---@return string svg
 function drawings.bytes()
   local c = canvas(760, 250)
@@ -85,7 +86,7 @@ local function course()
   return rows
 end
 
---- Draws a step over time. Shows the chunk that each op uses, and the moves that a plan begins before these uses.
+--- Draws a step over time: the chunk that each op uses, and the moves that a plan begins before a chunk is used.
 ---@return string svg
 function drawings.step()
   local c = canvas(760, 300)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Entries of the site's API reference. An entry has a function's signature, types, results, errors, and a link to its
--- source. tools/api_doc.lua calls put for each function. It then calls pages with the whole text.
+-- Entries of the site's API reference. The entry of a function consists of its signature, types, results and errors,
+-- and a link to its source. tools/api_doc.lua calls entry.put for each function. At the end, it calls entry.pages with
+-- the whole text.
 local exact = require "ps.core.exact"
 local lfs = require "lfs"
 local paths = require "ps.paths"
@@ -10,7 +11,8 @@ local entry = {}
 
 local LINE = 120
 local RAISING = { "%f[%w_]error%(", "%f[%w_]fail%(", "%f[%w_]refuse%(", "%f[%w_]raise%(", "%f[%w_]assert%(" }
-local LEAST = 12                                           -- literals with fewer bytes are names, not messages
+local LEAST = 12                                           -- literals with fewer bytes are regarded as names and not as
+                                                           -- messages
 
 local files = {}                                           -- the lines of each file, by path
 local linked = {}                                          -- true for each path to which an entry links
@@ -24,8 +26,8 @@ local function lines_of(path)
   return files[path]
 end
 
--- `text` is the arguments of a call, "(...)". Returns the message in them, or nil if there is none. The message
--- consists of literals that are joined by `..`.
+-- Returns the error message in `text`, which contains the arguments of a call, "(...)". The message consists of
+-- literals that are joined by `..`. If there is no message, returns nil.
 local function words_of(text)
   local _, to, words = text:find '^[^"\n]-"([^"\n]*)"'
   if not to then return nil end
@@ -37,7 +39,7 @@ local function words_of(text)
   return words
 end
 
---- Returns the messages of the errors that a function raises. Variable parts of a message are "...".
+--- Returns the messages of the errors that a function raises. "..." stands for the variable parts of a message.
 ---@param source string the Lua text of the function
 ---@return string[]
 function entry.errors(source)
@@ -120,8 +122,8 @@ local function write(path, text)
   assert(file:close())
 end
 
---- Splits the reference at its sections into pages, and writes the pages into a folder. api.md is next to this folder,
---- and lists the pages. If a file tools/site/examples/NAME.lua exists, the page begins with this example.
+--- Splits the reference into pages, one per section. Writes the pages into the folder `folder`/api, and a list of the
+--- pages into `folder`/api.md. If the file tools/site/examples/NAME.lua exists, page NAME begins with this example.
 ---@param text string
 ---@param folder string a folder such as "site/docs", which contains api.md and gets a folder api
 function entry.pages(text, folder)

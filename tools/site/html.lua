@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks the HTML of the site. Every link must lead to a page and an anchor that exist. No page may load anything from
--- a network.
+-- Checks the HTML of the site. The page and the anchor of every link must exist. No page may load anything from a
+-- network.
 local lfs = require "lfs"
 
 local html = {}
 
--- Attributes from which a browser loads something without a click, by element. Whether `link` loads something depends
--- on its rel.
+-- For each element, the attribute whose address a browser loads without a click. `link` is not in the table, because
+-- its rel decides whether the browser loads it.
 local LOADS = { img = "src", script = "src", iframe = "src", source = "src", video = "src", audio = "src",
   embed = "src", object = "data", input = "src", track = "src" }
 
---- Returns a path without "." and "..". The given path is relative to the folder of a page.
+--- Resolves `target`, which is relative to the folder of `page`. Returns a path without "." and "..".
 ---@param page string for example "docs/zero.md"
 ---@param target string for example "../src/ps.h"
 ---@return string
