@@ -177,8 +177,8 @@ static int iterate(matrices *m, const ps_attrs_muon_ *a)
 /* Returns true if x contains the transposed parameter, so that R <= C. */
 static bool is_turned(const ps_view *in) { return in->shape[0] > in->shape[1]; }
 
-/* Updates the momentum of n rows of the parameter, beginning at row `first`. Writes the update of these rows to u [R,
- * C], and the sum of squares of each row's update to by_row. */
+/* Updates the momentum of n rows of the parameter, beginning at row `first`. Writes the update of these rows to u, a
+ * matrix [R, C], and the sum of squares of each row's update to by_row. */
 static void begin_rows(const ps_attrs_muon_ *a, const ps_view *in, float *u, double *by_row, int64_t first, int64_t n)
 {
     int64_t rows = in->shape[0], cols = in->shape[1];

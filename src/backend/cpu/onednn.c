@@ -39,8 +39,8 @@ enum {
                                                      * threads */
     SCRATCH_MAX = 64 << 20,                         /* implementations that need more bytes of scratch memory are
                                                      * skipped */
-    GEMM_SCRATCH_MAX = 24 << 20                     /* the same limit for "gemm" implementations, which are only
-                                                     * slightly faster */
+    GEMM_SCRATCH_MAX = 24 << 20                     /* the same limit for "gemm" implementations; it is lower, because
+                                                     * they are only slightly faster */
 };
 
 static dnnl_engine_t engine;
@@ -327,9 +327,9 @@ static bool prefers_panels(const key *k)
 }
 
 /* Returns true if a product of bf16 or fp16 values must use panels, because oneDNN would split the product's sums over
- * threads. For large products oneDNN splits the rows and columns of the result instead of the sums. The function
- * returns false for bf16 products with AMX, which are three to four times as fast as panels. With AMX, the size of
- * oneDNN's blocks of terms depends on the number of threads even if no sum is split. */
+ * threads. For large products oneDNN splits the rows and columns of the result instead of the sums. For bf16 products
+ * with AMX the function returns false, because these products are three to four times as fast as panels. With AMX, the
+ * size of oneDNN's blocks of terms depends on the number of threads even if no sum is split. */
 static bool half_shares(const key *k)
 {
     if (k->type_a == PS_BF16 && has_isa(dnnl_cpu_isa_avx512_core_amx)) return false;

@@ -186,8 +186,8 @@ SIMD int vi_any(vi mask)                           /* true if the mask of any la
 /* Returns one byte per lane. The byte is 1 if the lane's mask is set, otherwise 0. */
 SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }
 
-/* Round each lane to an integer. The first function rounds to the nearest integer, and ties to even. The second rounds
- * down. The third rounds up. */
+/* Round each lane to an integer. vf_round rounds to the nearest integer, and ties to even. vf_floor rounds down.
+ * vf_ceil rounds up. */
 #if defined(__AVX512F__)
 #define PS_VF_ROUND(name, mode, scalar) \
     SIMD vf name(vf a) { return (vf)_mm512_roundscale_ps((__m512)a, (mode) | _MM_FROUND_NO_EXC); }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The number of compute threads, which is the size of the OpenMP pool that kernels and oneDNN share. A build with
+ * The number of compute threads: the size of the OpenMP pool that kernels and oneDNN share. A build with
  * ThreadSanitizer computes on one thread. ThreadSanitizer does not know libgomp's barriers, so it would report a data
  * race in every parallel loop. */
 #include "backend/cpu/threads.h"

@@ -163,7 +163,7 @@ int ref_sgd_(ps_call *call)
 }
 
 /* Stores a gradient. The cpu backend calls this function in all cases that it does not handle. Hence this function
- * decides which types and memory the op supports, for the cpu backend too. */
+ * decides for every backend which types and memory the op supports. */
 int ref_grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];

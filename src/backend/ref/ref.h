@@ -5,8 +5,8 @@
  *
  * Elements of every type are read as doubles, computed in double, and rounded once when they are stored. A result of
  * type bf16 or fp16 is first rounded to fp32, as in PyTorch. A double cannot represent all 64-bit integers. Hence
- * copies, casts, gather, add, sub, mul and comparisons use the *_int functions for integers, which are exact. No kernel
- * writes an output before all of its checks have passed. */
+ * copies, casts, gather, add, sub, mul and comparisons read and write integers with the *_int functions, which are
+ * exact. No kernel writes an output before all of its checks have passed. */
 #ifndef PS_REF_H
 #define PS_REF_H
 #include <inttypes.h>

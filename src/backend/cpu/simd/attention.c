@@ -142,10 +142,10 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
     else store_as(PS_F16, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
 }
 
-/* Returns a stream of the rows of a head, which are prefetched from main memory. The rows are far apart, so the
- * hardware does not predict them. A few rows at a time are prefetched between two products, which takes almost no time.
- * Without prefetching, loading the rows takes a tenth of the total time. The rows that a block writes are prefetched
- * while the block is computed. */
+/* Returns a stream that prefetches rows of a head from main memory. The rows are far apart, so the hardware does not
+ * predict the next row. Prefetching a few rows at a time between two products takes almost no time. Without
+ * prefetching, loading the rows takes a tenth of the total time. The rows that a block writes are prefetched while the
+ * block is computed. */
 static stream rows_ahead(const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n)
 {
     int64_t size = ps_dtype_bytes(x->dtype);
@@ -199,7 +199,7 @@ static void load_segments(const attn *a, work *w, int64_t b)
     for (int64_t i = a->T; i < a->T + QUERIES; i++) w->begin[i] = w->end[i] = (int32_t)a->T;
 }
 
-/* Loads K and V of head (b, g) into their panels. Rows of hidden keys become zeros. */
+/* Loads K and V of head (b, g) into the panels w->k and w->v. Rows of hidden keys become zeros. */
 static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
 {
     load_rows(a, &a->k, b, g, 0, a->S, a->Sp, w->k);
@@ -499,8 +499,8 @@ static void add_rows(int64_t vectors, int64_t count, const float *terms, const f
         tile(1, MOST, 1, count, terms, 0, 1, rows, ld, sum, 0);
     for (; vectors > 0; vectors--, rows += VL, sum += VL) tile(1, 1, 1, count, terms, 0, 1, rows, ld, sum, 0);
 }
-/* Computes the scores of n keys of head (b, g), starting at key j0. Writes them to w->p [heads, KEYS]. w->k contains
- * the queries. */
+/* Computes the scores of n keys of head (b, g), starting at key j0, and writes the scores to w->p [heads, KEYS]. w->k
+ * contains the queries. */
 static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n, int heads)
 {
     int vectors = (n + VL - 1) / VL;
@@ -771,7 +771,7 @@ static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
-/* Returns true if the kernels can read x as k or v in forward. In forward, k and v can also consist of Q8_0 blocks. */
+/* Returns true if the kernels can read x as k or v. In forward, k and v can also consist of Q8_0 blocks. */
 static bool usable_keys(const ps_view *x) { return (x->dtype == PS_U8 && x->stride[3] == 1) || usable(x); }
 /* Returns true if the kernels can read the mask. A mask with 2 dimensions contains bytes or int32 segments. A mask with
  * 4 dimensions contains bytes or floats, and its last dimension is contiguous. */

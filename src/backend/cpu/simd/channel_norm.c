@@ -107,7 +107,7 @@ static double row_products(const float *p, const float *q, int64_t n)
     return sum_of(s);
 }
 
-/* Computes p = p * a + b for a row of n elements, and sets the padding after them to 0. */
+/* Computes p = p * a + b for a row of n elements, and sets the padding after the row to 0. */
 SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
 {
     vf by = vf_set(a), more = vf_set(b);

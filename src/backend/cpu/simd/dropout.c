@@ -62,7 +62,7 @@ SIMD void transpose_groups(vu w[4])
     memcpy(w, to, sizeof to);
 #endif
 }
-/* Computes Philox in each lane, which turns the four words c0 to c3 of a counter into four random words. */
+/* Computes Philox in each lane: turns the four words c0 to c3 of a counter into four random words. */
 SIMD void philox_lanes(uint64_t key, vu c0, vu c1, vu c2, vu c3, vu w[4])
 {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
@@ -90,7 +90,7 @@ struct dropout {
     void *y;
     const struct ps_attrs_dropout *attrs;
     int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are a number below
-                                       * threshold, which is equivalent to bits * 2^-24 < (float)p */
+                                       * threshold; this is the case exactly if bits * 2^-24 < (float)p */
     float scale;
 };
 /* Computes lanes [from, to) of the vector that begins at y[i], from x and the random words of the lanes. */

@@ -424,7 +424,8 @@ static int predicate(ps_call *call)
     return apply(call, fn, &no_consts);
 }
 
-/* Runs one of the three block functions fn. All operands have the same type, which selects the function. */
+/* Runs one of the three block functions fn. The type of the operands, which is the same for all operands, selects the
+ * function. */
 static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
 {
     int dtype = call->out[0].dtype;

@@ -122,8 +122,8 @@ SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k
     }
 }
 
-/* Sets the n elements c[i], c[i + 1], ... to the sums of the partial sums of all pieces, which are added in the order
- * of the pieces. `stride` is the distance in elements between the partial sums of two pieces. */
+/* Adds the partial sums of all pieces, in the order of the pieces, and stores the results in the n elements c[i], c[i +
+ * 1], and so on. `stride` is the distance in elements between the partial sums of two pieces. */
 SIMD void add_parts(float *c, const float *part, int64_t i, int64_t n, int64_t pieces, int64_t stride)
 {
     for (int64_t j = i; j < i + n; j += VL) {

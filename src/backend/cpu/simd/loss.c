@@ -12,9 +12,9 @@
 enum { BLOCK = 2048, KEEP = 1 << 16 };   /* BLOCK: number of elements in a block; KEEP: if a row has at most this number
                                           * of elements, its exponentials are stored, in at most 256 KiB of stack */
 
-/* Computes e^x for x < 88, and is most accurate for x <= 0. Splits x into n * ln2 + r, and uses a polynomial of degree
- * 5 in r. The relative error is below 2e-7 for x > -20. The terms in this range make up most of the sum of a softmax.
- * The result is 0 if x is below -86, and NaN if x is NaN. */
+/* Computes e^x. The function is meant for x <= 0, and also works for positive x below 88. It splits x into n * ln2 + r,
+ * and uses a polynomial of degree 5 in r. The relative error is below 2e-7 for x > -20. The terms in this range make up
+ * most of the sum of a softmax. The result is 0 if x is below -86, and NaN if x is NaN. */
 SIMD vf exp_below(vf x)
 {
     const vf magic = vf_set(12582912.0f);                     /* adding 1.5 * 2^23 rounds to an integer */
@@ -156,7 +156,7 @@ static double block_factor(const struct row *w, int64_t b)
     return base == w->max ? 1.0 : base < w->max ? exp((double)base - w->max) : 0.0;
 }
 
-/* Computes y = factor * keep for the elements [i, end), which are at most a pair of vectors. */
+/* Computes y = f * keep for the elements [i, end). There are at most PAIR of these elements. */
 SIMD void scale_pair(void *y, const float *keep, int64_t i, int64_t end, vf f, int dtype)
 {
     vp e[PARTS];
@@ -173,7 +173,7 @@ SIMD void block_scale(void *y, const float *keep, int64_t first, int64_t n, floa
     for (; i + PAIR <= last; i += PAIR) scale_pair(y, keep, i, i + PAIR, f, dtype);
     if (i < last) scale_pair(y, keep, i, last, f, dtype);
 }
-/* Computes y = e^(x - base) * factor for the elements [i, end), which are at most a pair of vectors. y can be x. */
+/* Computes y = e^(x - m) * f for the elements [i, end). There are at most PAIR of these elements. y can be x. */
 SIMD void exp_pair(void *y, const void *x, int64_t i, int64_t end, vf m, vf f, int dtype)
 {
     vp e[PARTS];
@@ -435,8 +435,8 @@ static double weight_of(const ps_view *weight, int64_t t)
     return ps_has(weight) ? (double)ps_get_one(weight->data, t, weight->dtype) : 1;
 }
 
-/* Returns the divisor of the mean, which is the sum of the weights of all targets that are not ignored. If the sum is
- * 0, returns 1. */
+/* Returns the divisor of the mean: the sum of the weights of all targets that are not ignored. If the sum is 0, returns
+ * 1. */
 static double divisor_of(const ps_view *target, const ps_view *weight, int64_t count, int64_t ignore)
 {
     double sum = 0;

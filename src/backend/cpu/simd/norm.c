@@ -39,8 +39,8 @@ SIMD float row_sum(const void *x, int64_t C, int dtype)
     EACH_PART(j) s0[j] = (s0[j] + s1[j]) + (s2[j] + s3[j]);
     return sum_lanes(s0);
 }
-/* Returns the sum of (x - mean)^2. Sets *rest to the sum of x - mean, which is C times the rounding error of the mean
- * (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983). */
+/* Returns the sum of (x - mean)^2. Sets *rest to the sum of x - mean. This sum is C times the rounding error of the
+ * mean (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983). */
 SIMD float row_squares(const struct norm *n, const void *x, float mean, float *rest, int dtype)
 {
     vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } };

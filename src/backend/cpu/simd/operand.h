@@ -97,9 +97,9 @@ SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
     a |= b;
     memcpy((uint16_t *)p + i + 2 * VL * j, &a, sizeof a);
 }
-/* Load and store the last n < 32 elements of a row, which start at element i. A load sets the elements after the end of
- * the row to `pad`. A store does not change memory after the row. The functions are not inlined, because they run at
- * most once per row. */
+/* Load and store the last n < 32 elements of a row. Element i is the first of these elements. A load sets the elements
+ * after the end of the row to `pad`. A store does not change memory after the row. The functions are not inlined,
+ * because they run at most once per row. */
 static __attribute__((noinline, unused)) void vp_tail_get(vp *v, const void *p, int64_t i, int j, int dtype, int64_t n,
                                                           float pad)
 {

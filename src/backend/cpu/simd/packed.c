@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Packed weights: conversion of packed numbers to floats, and dot products of packed weights with fp32 values. The
  * conversion computes the same bits as base/blocks.c. A sum has 16 lanes. The product with element n of a row is added
- * to lane n % 16, in the order of n. At the end, the upper half of the lanes is added to the lower half, which is
- * repeated until one lane is left. Hence the bits depend neither on the instruction set nor on the number of rows of
+ * to lane n % 16, in the order of n. At the end, the upper half of the lanes is added to the lower half, and this step
+ * is repeated until one lane is left. Hence the bits depend neither on the instruction set nor on the number of rows of
  * x. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/packed_blocks.h"
@@ -157,8 +157,8 @@ SIMD void unpack_block(const ps_blocks *b, const uint8_t *s, const float *of_wei
 /* Returns true if a block of this type has at most 16 different values. */
 SIMD bool has_16_values(int T) { return T == PS_Q4_0 || T == PS_Q4_1 || T == PS_NF4 || T == PS_NF4_DOUBLE; }
 
-/* Like unpack_block, but unpacks to bf16. It rounds the 16 values that a block can contain once, and then uses them as
- * a table. */
+/* Like unpack_block, but unpacks to bf16. It rounds the 16 values that a block can contain once per block, and then
+ * looks up each number in the table of these values. */
 SIMD void unpack_16_values(const ps_blocks *b, const uint8_t *s, const float *of_weight, int64_t number, uint16_t *out,
                            int T)
 {

@@ -8,7 +8,7 @@
 #include "base/blocks.h"
 
 enum {
-    W = PARTS,                                       /* number of vectors that hold 16 lanes */
+    W = PARTS,                                       /* number of vectors that together have 16 lanes */
     LINES = 4,                                       /* number of streams; the streams read different rows of the matrix
                                                       * at the same time */
     OUTPUTS = 32                                     /* if x has several rows, the number of rows of the matrix in a

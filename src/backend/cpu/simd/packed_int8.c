@@ -3,8 +3,9 @@
  * one difference: here activations have one fp32 scale for each 32 values, for all types of weights.
  * A part of 32 weights has 8 integer sums of 4 products each. The integer sums are exact. The 8 sums of part j of a row
  * are multiplied by the scales, and are added to 8 of 16 lanes, starting at lane j % 2 * 8. The parts are added in the
- * order of j. At the end, the upper half of the lanes is added to the lower half, which is repeated until one lane is
- * left. Hence the bits do not depend on the instruction set, on the number of threads, or on the number of rows of
+ * order of j. At the end, the upper half of the lanes is added to the lower half, and this step is repeated until one
+ * lane is left. Hence the bits do not depend on the instruction set, on the number of threads, or on the number of rows
+ * of
  * x. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/packed_blocks.h"

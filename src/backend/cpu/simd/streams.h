@@ -6,7 +6,7 @@
 #include <omp.h>
 #include <stdint.h>
 
-/* Returns the number of rows for each thread, which is a multiple of `unit`. */
+/* Returns the number of rows for each thread. It is a multiple of `unit`. */
 static inline int64_t ps_rows_of_thread(int64_t rows, int64_t unit)
 {
     int64_t per = unit * omp_get_max_threads();

@@ -2,9 +2,9 @@
  * Lookups in tables: embedding and its gradient, gather and scatter along a dimension, and searches. This file is
  * compiled once per instruction set.
  * All indices are checked before any output is written. To compute the gradient of an embedding, the kernel sorts the
- * positions by index. It then sums the rows of each index in fp32, in the order of their positions, and rounds once.
- * Each destination row is written by one thread, so the kernel needs no atomics, and the result does not depend on the
- * number of threads. */
+ * positions by index. For each index, it then sums the rows of dy in fp32, in the order of the positions, and rounds
+ * once. Each destination row is written by one thread, so the kernel needs no atomics, and the result does not depend
+ * on the number of threads. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #if defined(__SSE2__)
@@ -330,8 +330,8 @@ static void put_columns(const struct scatter *s, int64_t o, int64_t first, int64
     else PUT_ALL(uint64_t);
 }
 
-/* The gradient of put_columns. It processes the elements of `index` in reverse order. For each of them, it copies the
- * value at the element's position in `to` to src, and then sets this value in `to` to 0. */
+/* The gradient of put_columns. It processes the elements of `index` in reverse order. For each element, it copies the
+ * value at the element's position in `to` to src, and then sets the value in `to` to 0. */
 static void take_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
 {
     if (s->size == 2) TAKE_ALL(uint16_t)
