@@ -13,8 +13,8 @@
 --   mixed_*                   the parameter is bf16, the gradient is bf16 and uses the parameter's memory, and the
 --                             master and the averages are fp32; also 28 bytes
 --   grad_bf16_*               a bf16 gradient of an fp32 parameter, 26 bytes
---   torch_*, deepspeed_*      bench/peers/adam_torch.py with the Python of PS_TORCH_PYTHON or python3. They are absent
---                             if Python or its packages are missing.
+--   torch_*, deepspeed_*      bench/peers/adam_torch.py with the Python of PS_TORCH_PYTHON or python3. The figures are
+--                             absent if Python or its packages are missing.
 local ps = require "ps"
 local ffi = require "ffi"
 local cjson = require "cjson"

@@ -6,16 +6,17 @@
 -- batch have similar lengths. Each word or punctuation mark is one token, because speed does not depend on the ids. The
 -- model has unpad = true. With --padded, the model also computes padding. Each round is a step on a different batch.
 -- Before the rounds, each batch has a warm-up step, because both programs create kernels for each size.
---   --peer      transformers runs the same batches alternately (bench/peers/bert_torch.py with the Python of
---               PS_TORCH_PYTHON or python3). With bf16, weights and Adam's state are bf16. With amp, they are fp32, and
---               the computation is in bf16, as in the Trainer of transformers with bf16. With fp32, everything is fp32.
+--   --peer      steps of transformers on the same batches alternate with psluajit's steps (bench/peers/bert_torch.py
+--               with the Python of PS_TORCH_PYTHON or python3). With bf16, weights and Adam's state are bf16. With amp,
+--               weights and Adam's state are fp32, and the computation is in bf16, as in the Trainer of transformers
+--               with bf16. With fp32, everything is fp32.
 --   --compile   PyTorch compiles the peer
 --   --packed    the peer computes no padding. Each of its rows contains several lines, and a mask hides the lines from
 --               each other.
 -- The last line is one JSON object with these figures:
---   seconds         of all rounds
---   step_s          the median
---   tokens_per_s    without padding
+--   seconds         seconds of all rounds
+--   step_s          median seconds of a step
+--   tokens_per_s    tokens per second; padding is not counted
 --   padded_share
 --   mfu             6 FLOPs per token and parameter of the layers, divided by gemm_peak_gflops of the same run. With
 --                   --padded, padding tokens are counted as well.

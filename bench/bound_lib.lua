@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Computes a lower bound of the number of bytes that any policy moves in a step that is repeated. The bound is the
 -- solution of a linear program, which glpsol solves (Debian: glpk-utils). A gap is the time between two successive uses
--- of a chunk. The program has a variable in [0, 1] for each gap, which is the share of the chunk that stays in memory
--- during the gap. At each moment, the shares that stay and the chunks in use must fit into the capacity. The share that
--- does not stay must be read again. Between two writes of the chunk, this share must also be written back once. The
--- model includes the sizes of chunks, writing back, and gaps that extend over the end of the step. It ignores that
+-- of a chunk. For each gap, the program has a variable in [0, 1]: the share of the chunk that stays in memory during
+-- the gap. At each moment, the shares that stay and the chunks in use must fit into the capacity. The share that does
+-- not stay must be read again. Between two writes of the chunk, this share must also be written back once. The model
+-- includes the sizes of chunks, writing back, and gaps that extend over the end of the step. The model ignores that
 -- chunks cannot be split, so the result is a lower bound.
 local ps = require "ps"
 local ffi, C = ps.ffi, ps.C
@@ -108,7 +108,7 @@ local function write_program(trace, capacity, f)
       written[gap.stretch] = true
       f:write((" + %.9g w%d\n"):format(size, gap.stretch))
     end
-    -- Returns the first and the last of the moments between two uses. At these moments, the bytes that stay use memory.
+    -- Records that the bytes that stay use memory from moment `from` to the moment before `to`.
     local function span(from, to)
       if from >= to then return end
       table.insert(rows[from], { i, size })

@@ -9,8 +9,8 @@
 --                          except an embedding table from which tokens only read rows.
 --   memory_bytes_per_s     reads of 512 MiB (ps_probe_bandwidth) with four streams per thread. The reads run after each
 --                          round, for as long as the round took. The figure is their mean rate.
---   kernel_bytes_per_s     stored size in bytes of weights divided by the time of their products. For each type, the
---                          time is measured with a matrix that fills half of each thread's L2 cache.
+--   kernel_bytes_per_s     stored size in bytes of weights divided by the time of the products with these weights. For
+--                          each type, the time is measured with a matrix that fills half of each thread's L2 cache.
 --   memory_share, kernel_share   bytes_per_token * tokens_per_s divided by each limit
 --   share                  bytes_per_token * tokens_per_s divided by the smaller limit
 local argparse = require "argparse"

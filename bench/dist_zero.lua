@@ -4,8 +4,8 @@
 -- processes, and prints one JSON line about both runs:
 --   sent_over_theory     bytes of tensors that a rank sent in a step (mean over the ranks), divided by 3 * 2 *
 --                        parameters * (N - 1) / N. The 2 is the size of a bf16 value in bytes. The 3 is for stage 3,
---                        which gathers the parameters in forward and in backward and reduces the gradients. For other
---                        stages, it is 2 instead.
+--                        which gathers the parameters in forward and in backward and reduces the gradients. For the
+--                        other stages, the 3 is replaced by 2.
 --   state_share          size of the model state in bytes (all chunks that stay) on the rank with the largest state,
 --                        divided by the size in one process
 --   peak_share           peak memory of the rank with the largest state, including gathered chunks and activations,

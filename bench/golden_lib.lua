@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a model and measures its errors against golden values, for bench/golden.lua and spec/engine/golden_spec.lua.
 -- Golden values are float64 losses, the gradients of the first step, and the parameters after the last step. Golden
--- values are read from a file of spec/golden, which contains a seed instead of the initial weights
--- (spec/oracle/make_golden.py), or from a folder with golden.json and model.safetensors.
+-- values are in a file of spec/golden, or in a folder with golden.json and model.safetensors. A file of spec/golden
+-- contains a seed instead of the initial weights (spec/oracle/make_golden.py).
 -- The error of a tensor is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms, where * marks golden
 -- values. The error of `c_attn.bias` is reported separately: the true gradient of its key part is zero, so Adam moves
 -- this part by rounding noise.
@@ -106,7 +106,7 @@ local function joined(p, t)
   return shard.join(desc, parts)
 end
 
--- Gathers whole tensors. Returns a table of them, by the names of parameters.
+-- Gathers whole tensors. Returns a table of the whole tensors, by the names of parameters.
 local function all_joined(module, tensors)
   local list = {}
   for name, p in module:named_parameters() do
@@ -173,7 +173,7 @@ local function chunk_run(data, weights, options)
 end
 
 -- Returns the gradient of a tied parameter of which several stages have copies. It is the sum of the gradients of all
--- copies, which a step computes only before the gradient norm or before the update. `grad` and the result are nil if
+-- copies. A step computes this sum only before the gradient norm or before the update. `grad` and the result are nil if
 -- this rank does not have the parameter. All ranks of a pipeline must call this function for each parameter.
 local function whole_gradient(run, name, p, grad)
   local users, ranks = run.stages.vstages_of[name], {}

@@ -4,9 +4,9 @@
 -- MiB (default 256) of fp32 per rank. The engine's calls alternate with direct calls of the library (NCCL). Rank 0
 -- prints a JSON line. A rate in GB/s is the smallest number of bytes that a rank must send, divided by the median time.
 -- With N = 1, the rank sends nothing, and the run only checks that NCCL loads, connects and copies.
--- p2p: messages between devices, as the stages of a pipeline send them. The figures are the rate in GB/s for M MiB in
--- MESSAGES consecutive messages, and the microseconds per message of one number if each message waits for the previous
--- one.
+-- p2p: messages between devices, sent in the same way as between the stages of a pipeline. The figures are the rate in
+-- GB/s for M MiB in MESSAGES consecutive messages, and the microseconds per message of one number if each message waits
+-- for the previous one.
 package.path = (arg[0]:match("^(.*)/bench/") or ".") .. "/?.lua;" .. package.path
 local ps = require "ps"
 local json = require "cjson"

@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Prints the figures of bench/gpu_check.sh next to their targets.
---   psluajit bench/gpu_table.lua --figures FILE            each JSON line in short
---   psluajit bench/gpu_table.lua --part PART PART.tsv      lines "row<TAB>JSON": a table; nothing for other parts
---   psluajit bench/gpu_table.lua --kernels FILE.csv        kernels that Nsight Compute timed, summed by name and grid
+--   psluajit bench/gpu_table.lua --figures FILE            prints each JSON line in a short form
+--   psluajit bench/gpu_table.lua --part PART PART.tsv      prints a table from lines "row<TAB>JSON", or nothing if PART
+--                                                          has no table
+--   psluajit bench/gpu_table.lua --kernels FILE.csv        prints the kernels that Nsight Compute timed, summed by name
+--                                                          and grid
 -- A ratio above 1 means that psluajit is better. If a program has several lines for one figure, the fastest line is
 -- used.
 local cjson = require "cjson"

@@ -5,12 +5,12 @@
 -- a Python with numpy. With --peer-file, llama.cpp runs a different file, for example a file with other types. The
 -- figures of each program are from its fastest round:
 --   prompt_tokens_per_s
---   decode_tokens_per_s         without the first token
+--   decode_tokens_per_s         does not count the first token
 --   peer_*                      prompt_tokens_per_s and decode_tokens_per_s of llama.cpp
 --   prompt_ratio, decode_ratio  psluajit's rate divided by the peer's rate
---   *_cpu                       the same figures in tokens per second of processor time. Processor time depends less on
---                               other programs, but it includes the time in which the threads of a program wait for
---                               each other.
+--   *_cpu                       each of these figures in tokens per second of processor time. Processor time depends
+--                               less on other programs, but it includes the time in which the threads of a program wait
+--                               for each other.
 local ps = require "ps"
 local argparse = require "argparse"
 local json = require "cjson"

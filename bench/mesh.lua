@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/mesh.lua [--steps 10] [--layouts 2,2,1;...] [--figures-only]: trains a small GPT-2 on meshes of dp, pp
--- and tp, and compares the results with those of one rank (bench/mesh_lib.lua). The script itself starts up to 8 ranks.
--- It prints one JSON line:
+-- and tp, and compares the results with the results of one rank (bench/mesh_lib.lua). The script itself starts up to 8
+-- ranks. It prints one JSON line:
 --   layouts              for each layout: dp, pp, tp, zero, sgd; the largest relative error of the losses, of the
 --                        gradients of all tensors in the first step, and of the gradient norms
 --   dropout_masks_equal  true if dropout and attention drop the same elements on two ranks along tp as on one rank
---   tp2_parameter_ratio  number of parameters of GPT-2 on one of two ranks, divided by the number of all its parameters
+--   tp2_parameter_ratio  number of GPT-2's parameters on one of two ranks, divided by the number of all its parameters
 --   sp_activation_ratio  number of bytes that a block keeps for backward on one of two ranks, divided by the number of
 --                        bytes that it keeps on a single rank
 --   sp_activation_ratio_kept, sp_activation_ratio_pieces
@@ -31,7 +31,8 @@
 --                        alone. Rows are exchanged in 4 pieces while products are computed. The rate of the links
 --                        (PS_SIM_LINK) is chosen so that the two times are nearly equal.
 --   overlap_ratio_composed   overlap_ratio if the exchanges run before and after the products
---   overlap_seconds      medians of all four times
+--   overlap_seconds      median seconds of the computation alone, of the exchanges alone, and of the block in both
+--                        forms
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"

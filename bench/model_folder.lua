@@ -2,7 +2,7 @@
 -- Writes a folder with a model for measurements. The model can be too large for memory, because all layers have the
 -- same random weights. The weights are bf16, or NF4 of bitsandbytes with double quantization.
 --   psluajit bench/model_folder.lua --shape 8b --type nf4 --out DIR [--layers N]
--- The shape 8b is that of Llama 3.1 8B. The shape 32b is that of Qwen 2.5 32B without biases. Embeddings and head are
+-- The shapes 8b and 32b are the shapes of Llama 3.1 8B and of Qwen 2.5 32B (without biases). Embeddings and head are
 -- bf16.
 local argparse = require "argparse"
 local cjson = require "cjson"

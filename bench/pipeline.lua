@@ -5,7 +5,7 @@
 --   makespan         in ticks, by the executor's virtual clock, with free links
 --   bubble           share of the makespan in which ranks are idle
 --   bubble_links     bubble if messages take time on the links
---   linked_as_simulated   true if the times of each rank are exactly those of the simulator
+--   linked_as_simulated   true if the times of each rank are exactly the simulator's times
 --   bubble_wall      bubble by the wall clock, where each action sleeps for its modelled time (the best of --rounds)
 --   in_flight        for each rank, the largest number of pairs (virtual stage, micro-batch) that it held at a time
 --   cut_over_best    the simulated makespan of the engine's cut into stages, divided by the makespan of the best of all

@@ -26,8 +26,8 @@ local MIB = 2 ^ 20
 local WARM_UP, ROUNDS = 8, 60
 local POLICIES = require "ps.config.policies"
 
---- Returns a recorder of a trace. chunk(bytes) creates a chunk. op{...} adds a moment that uses chunks. { write = chunk
---- } stands for a chunk that is written.
+--- Returns a recorder of a trace. chunk(bytes) creates a chunk. op{...} adds a moment that uses chunks. In op, a chunk
+--- that is written is passed as { write = chunk }.
 local function recorder()
   local trace = { sizes = {}, uses = {}, moments = 0 }
   function trace.chunk(nbytes)

@@ -5,16 +5,16 @@
 --   settings           for each setting: peak_error, time_error and counter_error. peak_error is the predicted peak
 --                      divided by the measured peak, minus 1, without tight budgets. On sim, whose device has 8 GiB,
 --                      the measured peak is the device's counter. On cpu, the measured peak is the high-water mark of
---                      the process minus base_mib. base_mib is the plan's line `process` without tiers, which is the
---                      memory of the dry run and of its products. time_error is ln(predicted / measured) of the seconds
---                      of a step. counter_error is like peak_error, but on both devices the measured peak is from the
+--                      the process minus base_mib. base_mib is the plan's line `process` without tiers: the memory of
+--                      the dry run and of its products. time_error is ln(predicted / measured) of the seconds of a
+--                      step. counter_error is like peak_error, but on both devices the measured peak is from the
 --                      engine's own counter.
 --   ranks              time_error and counter_error for settings of two ranks with one thread each. The model is cut
 --                      into stages (pp) or layers (tp).
 --   least_budget_right number of settings whose predicted least budget is right. It is right if ten steps in this
 --                      budget end with the same bits as a run without tight budgets, and if the engine, given 0.97 of
 --                      this budget, refuses it before step 1.
---   median_time_error, worst_time_error         of the absolute values
+--   median_time_error, worst_time_error         median and maximum of the absolute values of time_error
 --   pairs_ordered      share of the pairs of settings that the plan orders correctly. Only pairs whose times differ by
 --                      more than 20 % count.
 --   dry_175b_s, dry_175b_mib                    a dry run of GPT-3's sizes on eight H200 with 2 TB

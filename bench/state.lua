@@ -51,7 +51,7 @@ local function bytes_of(kind, master, how)
 end
 
 -- -- time -----------------------------------------------------------------------------------------------------------
--- Creates the tensors of an update. Returns them, and the number of bytes that the update reads and writes.
+-- Creates the tensors of an update. Returns the tensors, and the number of bytes that the update reads and writes.
 local function operands(made, remainder, shape)
   local numel = 1
   for _, size in ipairs(shape) do numel = numel * size end
