@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes definitions of psluajit's functions for editors with LuaLS or EmmyLua, which use them to complete and check
+-- Writes definitions of psluajit's functions. Editors with LuaLS or EmmyLua use the definitions to complete and check
 -- calls. DIR is a folder of scripts. The tool writes the folder DIR/.psluajit. If DIR has no .luarc.json, the tool also
 -- writes this file, which points to the folder.
 --   psluajit definitions [DIR]

@@ -58,9 +58,9 @@ end
 
 local own_id = secret.random():sub(1, 16)      -- the id of this launcher
 
--- Returns the name and the secret of this attempt, which distinguish the attempt's ranks from the ranks of other runs.
--- With several nodes, name and secret are read from the environment, because the launchers of the nodes cannot agree on
--- them.
+-- Returns the name and the secret of this attempt. Name and secret distinguish the attempt's ranks from the ranks of
+-- other runs. With several nodes, name and secret are read from the environment, because the launchers of the nodes
+-- cannot agree on them.
 local function identity(o, attempt)
   if o.nnodes > 1 then return { id = os.getenv("PS_RUN_ID") } end
   local id = os.getenv("PS_RUN_ID") or o.run_id ~= "none" and o.run_id or own_id

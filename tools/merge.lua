@@ -5,7 +5,7 @@
 --   psluajit tools/merge.lua --pattern=model-*.pt --num=4 --out model.safetensors
 --   psluajit tools/merge.lua out/step-00000100 --out model.safetensors    -- a checkpoint's folder; "out": its newest
 --   psluajit tools/merge.lua saved                  -- a folder of save_parallelized or OSLO: saved/pytorch_model.bin
--- The exit code is 1 if the tool fails. In this case it leaves no file.
+-- If the tool fails, the exit code is 1, and the tool leaves no output file.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"

@@ -65,8 +65,8 @@ local function writer(width)
   return self
 end
 
--- Warns about shards that an older run left in the folder, with numbers higher than those of this run. A program that
--- reads all OUT_*.bin files would also read these shards.
+-- Warns about shards that an older run left in the folder, with higher numbers than the shards of this run. A program
+-- that reads all OUT_*.bin files would also read these shards.
 local function tell_older(count)
   local last = count
   while lfs.attributes(name_of(last), "mode") do last = last + 1 end

@@ -368,7 +368,7 @@ load | ps.load | never runs code from a file
 manual_seed | ps.manual_seed | draws other numbers than PyTorch
 ]]
 
--- Other differences than names, which cause no error in a script.
+-- Differences that are not about names and that cause no error in a script.
 local REST = [==[
 - **`eps` of `nn.RMSNorm` and `F.rms_norm`** is 1e-6. PyTorch's default is the type's epsilon, 1.2e-7 in fp32.
 - **`weight_decay` of AdamW in a configuration** of `ps.initialize` is 0, as in DeepSpeed. `optim.AdamW` has PyTorch's

@@ -176,9 +176,9 @@ local function at_one(where, doors, action, count)
 end
 
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
--- ENDS: the doors at which a process is ended, which are file doors or any door. POWER: the doors at which power is
--- lost. In addition to ENDS, these are fsync, rename and `end`, which is after the process has ended. After a loss of
--- power at `end`, everything that the process reported must be true.
+-- ENDS: the doors at which a process is ended, with the number of times that each door is listed as its weight. POWER:
+-- the doors at which power is lost. Here fsync, rename and the door `end` are listed more often. The call of `end` is
+-- after the process has ended. If power is lost at `end`, everything that the process reported must be true.
 local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
 local POWER = { "end", "end", "sync", "sync", "rename" }
 for _, door in ipairs(ENDS) do POWER[#POWER + 1] = door end

@@ -59,7 +59,7 @@ local function fits(text, kinds)
   end
 end
 
--- Returns the reason why a process ended, which is in the last line that begins with the program's name.
+-- Returns the reason why a process ended: the text of the last line that begins with the program's name.
 local function last_words(text)
   local words = text:match "([^\n]+)\n*$" or ""
   for line in text:gmatch "psluajit[%w_]*: ([^\n]+)" do words = line end

@@ -26,7 +26,7 @@ local function lines_of(path)
   return files[path]
 end
 
--- Returns the error message in `text`, which contains the arguments of a call, "(...)". The message consists of
+-- `text` contains the arguments of a call, "(...)". Returns the error message in the arguments, which consists of
 -- literals that are joined by `..`. If there is no message, returns nil.
 local function words_of(text)
   local _, to, words = text:find '^[^"\n]-"([^"\n]*)"'

@@ -10,7 +10,7 @@ local html = {}
 local LOADS = { img = "src", script = "src", iframe = "src", source = "src", video = "src", audio = "src",
   embed = "src", object = "data", input = "src", track = "src" }
 
---- Resolves `target`, which is relative to the folder of `page`. Returns a path without "." and "..".
+--- Resolves the path `target`. `target` is relative to the folder of `page`. Returns a path without "." and "..".
 ---@param page string for example "docs/zero.md"
 ---@param target string for example "../src/ps.h"
 ---@return string
