@@ -276,8 +276,8 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
 end
 
 --- Checks for missing steps and leftover files after all lives. Returns a description of the problem, or nil if there
---- is none. A save removes the files that a killed save left behind. Hence such files are allowed if the last life
---- saved nothing. `shm` contains the names that were in /dev/shm before the run.
+--- is none. A save removes the unfinished files of a save that was killed. Hence unfinished files are allowed if the
+--- last life saved nothing. `shm` contains the names that were in /dev/shm before the run.
 ---@param spec table
 ---@param state table
 ---@param shm table<string, boolean>
