@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The kernel of the wire (nccl.cpp), which adds up the values that all ranks contribute. It adds in the order of the
- * ranks, in fp32 (fp64 for fp64 values), and rounds the sum once. comm/comm.c computes bit-identical sums in host
+ * The kernel that adds up the values of all ranks for the wire (nccl.cpp). The kernel adds the values in the order of
+ * the ranks, in fp32 (fp64 for fp64 values), and rounds the sum once. comm/comm.c computes bit-identical sums in host
  * memory. */
 #include "backend/cuda/device.h"
 #include "backend/cuda/nccl.h"
 
-/* The addresses of the operands: at[r] points to the [numel] elements of rank r. The struct is passed by value, which
- * is possible because a kernel's arguments can be at least 4 KiB large. */
+/* The addresses of the operands: at[r] points to the [numel] elements of rank r. CUDA allows at least 4 KiB of kernel
+ * arguments, so the struct is passed by value. */
 struct addends { const void *at[PS_CUDA_MOST_RANKS]; };
 
 template <class T> KERNEL_UP_TO(THREADS) add_up(addends in, int n, int64_t packs, int64_t numel, T *to)

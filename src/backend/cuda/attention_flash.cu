@@ -7,8 +7,8 @@
  * computes the current tile, so there is only one barrier per tile. Scores are kept in registers. The running softmax
  * is computed in fp32.
  *
- * The exponentials of a row are relative to a base. The base follows the row's largest score, but it only changes in
- * steps of at least a factor of 2^8. A weight is therefore at most 2^8 instead of 1. This costs no precision, and y
+ * The scores of a row are reduced by a base before exp2. The base is raised to the row's largest score only if that
+ * score exceeds the base by more than 8. A weight is therefore at most 2^8 instead of 1. This costs no precision, and y
  * rarely has to be scaled down. */
 #include "backend/cuda/attention_tiles.h"
 
@@ -42,8 +42,8 @@ template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)
         }
 }
 
-/* Turns the scores of 16 rows into weights. top: the base of each row's exponentials, as an exponent of two. sum: this
- * lane's part of the sum of weights. shrink: output, the factors by which the rows of o must be multiplied. */
+/* Turns the scores of 16 rows into weights. top: the base that is subtracted from each row's scores before exp2. sum:
+ * this lane's part of the sum of weights. shrink: output, the factors by which the rows of o must be multiplied. */
 template <int N, bool LEAN>
 DEV void soften(const attention &t, float (*s)[4], float *top, float *sum, float *shrink, float scale, int64_t b,
                 int64_t h, int i, int first)
@@ -79,8 +79,8 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     enum { RT = shape<DP, LEAN>::RT, ROWS = shape<DP, LEAN>::ROWS, KEYS = shape<DP, LEAN>::KEYS, N = KEYS / 8,
            KEPT = DP == 64 };
     PS_DYNAMIC_SHARED(shared);
-    uint16_t *q_tile = (uint16_t *)shared, *stages = q_tile + ROWS * DP;         /* two stages; each has a tile of K
-                                                                                  * and a tile of V */
+    uint16_t *q_tile = (uint16_t *)shared, *stages = q_tile + ROWS * DP;         /* two stages; each contains a tile of
+                                                                                  * K and then a tile of V */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
     int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* blocks start with the rows that
                                                                                    * see the most keys */

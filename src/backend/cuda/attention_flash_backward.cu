@@ -2,18 +2,18 @@
  * Attention backward for bf16 and fp16 values on tensor cores, for heads of up to 256 columns. The algorithm is
  * FlashAttention-2 (Dao 2023).
  *
- * Scores are computed again from the saved log-sum-exp. This happens twice: once for dq, where rows are queries, and
- * once for dk and dv, where rows are keys. No atomics are needed, so the results are bit-identical on every run. As in
- * forward, the next tile is copied while the current tile is computed.
+ * Scores and weights are computed again, with the log-sum-exp that forward saved. One kernel computes them for dq, with
+ * queries as rows. Another kernel computes them for dk and dv, with keys as rows. No atomics are needed, so the results
+ * are bit-identical on every run. As in forward, the next tile is copied while the current tile is computed.
  *
  * Let w = exp2(scale q.k - lse), m the dropout factor, and d = dy.v. Then ds = w (m d - delta), dq = scale ds k, dk =
  * scale ds^T q, and dv = (w m)^T dy. Rows after the end of a tensor are read as zeros, so they add zeros. The weight of
  * a hidden key can have any value before it is set to 0, because the log-sum-exp of a query that sees no key is
  * -infinity.
  *
- * A query that sees one key (sure_before) has a dq of 0. For dk and dv, its q and its log-sum-exp are replaced by 0.
- * Its weight is then 2^0, which is correct, and the rounding error of its ds is multiplied by 0 and does not change
- * dk. */
+ * The dq of a query that sees one key (sure_before) is 0. For dk and dv, the query's q and log-sum-exp are replaced by
+ * 0. Its weight is then 2^0, which is correct. The rounding error of its ds is multiplied by q = 0, so it does not
+ * change dk. */
 #include "backend/cuda/attention_tiles.h"
 
 /* -- dq: rows are queries ------------------------------------------------------------------------------------------ */
@@ -21,8 +21,8 @@ template <int DP, bool LEAN> struct dq_shape {
     enum { RT = DP == 256 ? 1 : 2, BLOCK = 128, ROWS = BLOCK / 2 * RT, KEYS = (DP == 64 ? 64 : 32) / (LEAN ? 1 : 2) };
 };
 
-/* Turns the scores s [16 RT, 8 N] into their gradients ds. d has the products dy.v. The first row is query i, and the
- * first column is key `first`. */
+/* Turns the scores s [16 RT, 8 N] into their gradients ds. d contains the products dy.v. The first row is query i, and
+ * the first column is key `first`. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], float (*lse)[2], float (*delta)[2],
                        int64_t b, int64_t h, int i, int first, bool some_hidden)
@@ -67,7 +67,7 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
     }
 }
 
-/* Sets dq to 0 for the queries that see one key of their segment. The warp's first query is w0. */
+/* Sets dq to 0 for queries that see at most one key of their segment. The warp's first query is w0. */
 template <int DP, int RT> DEV void clear_singles(const attention &t, float (*dq)[DP / 8][4], int64_t b, int w0)
 {
 #pragma unroll
@@ -140,9 +140,10 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
 }
 
 /* -- dk, dv: rows are keys ----------------------------------------------------------------------------------------- */
-/* Shapes of the kernel for dk and dv, whose sums fill the registers. A warp has 32 keys for heads of 64 columns, and
- * otherwise 16 keys. For heads of 128 columns, registers also hold k and v. For heads of 256 columns, a block computes
- * only W columns of dk and dv, so two blocks share the work of 64 keys. A tile of queries is processed in parts. */
+/* The sizes that the kernel for dk and dv uses. The sums dk and dv fill the registers. A warp computes 32 keys for
+ * heads of 64 columns, and 16 keys for larger heads. For heads of 128 columns, registers also hold k and v. For heads
+ * of 256 columns, a block computes only W columns of dk and dv, so two blocks share the work of 64 keys. A tile of
+ * queries is processed in parts of PART queries. */
 template <int DP, bool LEAN> struct dkv_shape;
 template <bool LEAN> struct dkv_shape<64, LEAN> {
     enum { RT = 2, BLOCK = 128, BLOCKS = 2, QUERIES = 64, PART = LEAN ? 32 : 16, W = 64 };
@@ -176,7 +177,7 @@ template <int RT, int N> DEV void hide_segments(const attention &t, float (*s)[N
         }
 }
 
-/* Sets d to 0 for queries that see one key of their segment. d has the same layout as s in hide_segments. */
+/* Sets d to 0 for queries that see at most one key of their segment. d has the same layout as s in hide_segments(). */
 template <int RT, int N> DEV void clear_slopes(const attention &t, float (*d)[N][4], int64_t b, int j, int first)
 {
     int lane = threadIdx.x & 31;
@@ -240,8 +241,8 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
     if (!LEAN && t.begin) clear_slopes<RT, N>(t, d, b, j, first);
 }
 
-/* Loads the log-sum-exp and the delta of N queries, starting at query `first`. It works like `reader`, which loads
- * rows. */
+/* Loads the log-sum-exp and the delta of N queries, starting at query `first`. The functions work like those of
+ * `reader`. */
 template <int N> struct sums_reader {
     const float *from;
     __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h, int first)
@@ -264,9 +265,8 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     enum { PART = Shape::PART, N = PART / 8, W = Shape::W };
     PS_DYNAMIC_SHARED(shared);
     uint16_t *k_tile = (uint16_t *)shared, *v_tile = k_tile + ROWS * DP, *stages = v_tile + ROWS * DP;
-    float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two buffers [2, QUERIES]; each
-                                                                                  * has the values of lse and then of
-                                                                                  * delta */
+    float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two buffers [2, QUERIES]; in each,
+                                                                                  * lse is followed by delta */
     int warp = threadIdx.x >> 5, h = blockIdx.y, b = blockIdx.z, col = (int)blockIdx.x % (DP / W) * W;
     int k0 = (int)blockIdx.x / (DP / W) * ROWS, w0 = k0 + warp * 16 * RT;
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, begin = 0, until = n_q, seen_from = 0;
@@ -303,7 +303,8 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     async_wait<1>();                                 /* k and v are complete */
     __syncthreads();
     k.open(own_k), v.open(own_v);
-    for (int first = begin; first < until; first += QUERIES) { /* without segments, at least one query sees each key */
+    for (int first = begin; first < until; first += QUERIES) { /* without segments, at least one query sees each key, so
+                                                                * the loop body runs */
         stage = first / QUERIES & 1;
         uint16_t *q = stages + stage * 2 * QUERIES * DP, *dy = q + QUERIES * DP;
         const float *own_sums = sums + stage * 2 * QUERIES;
@@ -330,8 +331,8 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
             times<T, DP, RT, N, W>(dk, d, q + part * DP + col);
         }
     }
-    if (!LEAN) async_wait<0>();                      /* if all positions are padding, no tile has waited for the
-                                                      * copies */
+    if (!LEAN) async_wait<0>();                      /* if all positions are padding, the loop has not run and has not
+                                                      * waited for the copies */
     if (t.dk.p) store_rows<T, DP, RT, LEAN, W>(t.dk, b, h, w0, n_k, col, D, dk, t.scale, own_k);
     if (t.dv.p) store_rows<T, DP, RT, LEAN, W>(t.dv, b, h, w0, n_k, col, D, dv, 1, own_v);
 }

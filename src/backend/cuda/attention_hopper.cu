@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention of bf16 and fp16 values by warpgroup products (wgmma.h), for devices of compute capability 9.0. The kernels
- * support heads of 64 and 128 columns with aligned rows, causal or not, without mask, segments and dropout. The product
- * of one tile overlaps the softmax of another tile, as in FlashAttention-3 (Shah et al. 2024). attention_flash.cu
- * computes all other cases. It also computes the forward for heads of 64 columns, because it is faster there.
- * PS_CUDA_ATTENTION=wgmma or mma selects one kind of kernel for all cases. This file is compiled only for sm_90a.
+ * support heads of 64 and 128 columns with aligned rows, with or without causal order. They support no mask, no
+ * segments and no dropout. The product of one tile overlaps the softmax of another tile, as in FlashAttention-3 (Shah
+ * et al. 2024). attention_flash.cu computes all other cases. It also computes the forward for heads of 64 columns,
+ * because its forward is faster for such heads. PS_CUDA_ATTENTION=wgmma selects the kernels of this file wherever they
+ * are supported. PS_CUDA_ATTENTION=mma selects attention_flash.cu for all cases. This file is compiled only for sm_90a.
  *
  * Each warpgroup has 64 rows of the block's tile. Scores and outputs are accumulators in registers. Thread `lane` of
  * warp w has the columns 8 n + lane % 4 * 2 and 8 n + lane % 4 * 2 + 1 of two rows. x[4 n] and x[4 n + 1] belong to row
  * 16 w + lane / 4. x[4 n + 2] and x[4 n + 3] belong to row 16 w + lane / 4 + 8. Operand A has the same layout, so the
- * weights from one product are the operand of the next product. Keys have two buffers, and so have values: tiles are
- * copied asynchronously to one buffer while the other is in use. */
+ * result of one product can be operand A of the next product. There are two buffers for keys and two for values. A tile
+ * is copied asynchronously to one buffer while the other buffer is in use. */
 #include "backend/cuda/attention.h"
 #include "backend/cuda/wgmma.h"
 
@@ -72,8 +73,8 @@ template <int COUNT> DEV void clear(float *x)
 }
 
 /* Stores the 64 rows of a warpgroup to a head, starting at row `first`. Rows at or after `limit` are not stored. Each
- * warp writes its 16 rows to `own` and reads them back 16 bytes at a time. `own` is 64 rows of a tile of A_ROWS rows
- * that is no longer in use. */
+ * warp writes its 16 rows to `own` and reads them back 16 bytes at a time. `own` consists of 64 rows of a tile of
+ * A_ROWS rows. The tile is no longer in use. */
 template <class T, int D, int A_ROWS>
 DEV void store_rows(unsigned char *own, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
                     const float *o, float by0, float by1)
@@ -119,7 +120,7 @@ template <int KEYS> struct sight {
 };
 
 /* Turns a tile's scores into the weights 2^(scale (s - top)). Updates top and sum for this thread's two rows. Sets
- * `shrink` to the factors by which earlier sums must be multiplied. `scale` must be above 0. */
+ * `shrink` to the factors by which the outputs of earlier tiles must be multiplied. `scale` must be above 0. */
 template <int KEYS>
 DEV void soften(float *s, float *top, float *sum, float *shrink, float scale, const sight<KEYS> &seen)
 {
@@ -195,8 +196,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     typedef tile<D, KEYS> key_tile;
     PS_DYNAMIC_SHARED(raw);
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *k = q + tile<D, ROWS>::NBYTES;
-    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* k and v each have two buffers, which are used
-                                                                      * in turn */
+    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* there are two buffers for k and two for v, which
+                                                                      * are used in turn */
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
     int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* blocks start with the
                                                                                            * rows that see the most
@@ -230,9 +231,9 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         hold<KEYS / 2>(s);
         soften<KEYS>(s, top, sum, shrink, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: the weights of tile j. o: the output of the earlier tiles, whose product still runs. The wait for that product
-     * is at the beginning of the loop body. Otherwise it would be in the same basic block as the softmax, and ptxas
-     * would move it before the softmax. */
+    /* s: the weights of tile j. o: the output of the earlier tiles; the product that adds to o still runs. The loop
+     * body begins with the wait for this product. At any other place the wait would be in the same basic block as the
+     * softmax, and ptxas would move the wait before the softmax. */
     for (int j = 0; j + 1 < tiles; j++) {
         int here = j & 1, there = here ^ 1;
         int64_t first = (int64_t)(j + 1) * KEYS;
@@ -242,8 +243,7 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         to_halves<T, KEYS>(p, s);
         async_wait<0>();                             /* the next tile's k and this tile's v are complete */
         async_fence();
-        __syncthreads();                             /* no warp reads this tile's k and the previous tile's v any
-                                                      * more */
+        __syncthreads();                             /* no warp reads this tile's k or the previous tile's v any more */
         if (j + 2 < tiles) load_tile<D, KEYS, BLOCK>(k + here * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
         load_tile<D, KEYS, BLOCK>(v + there * key_tile::NBYTES, t.v, b, kh, first, t.S);
         async_commit();
@@ -280,9 +280,9 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
 /* -- backward ------------------------------------------------------------------------------------------------------ */
 /* Let w = 2^(scale q.k - lse) and d = dy.v. Then ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, and dv = w^T
  * dy. Rows after the end of a tensor are zero, have a log-sum-exp of 0, and add nothing. The weight of a hidden key can
- * have any value before it is set to 0, because the log-sum-exp of a query that sees no key is -infinity. Queries that
- * see one key (sure_before) are treated as in attention_flash_backward.cu: their dq is 0. For dk and dv, their q and
- * their log-sum-exp are replaced by 0. */
+ * have any value before it is set to 0, because the log-sum-exp of a query that sees no key is -infinity. As in
+ * attention_flash_backward.cu, queries that see one key (sure_before) have a dq of 0, and their q and their log-sum-exp
+ * are replaced by 0 for dk and dv. */
 
 /* Reads delta and lse for this thread's two rows, and multiplies lse by log2 e. w0 is the warp's first query. */
 DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, float *lse, float *delta)
@@ -295,8 +295,8 @@ DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, floa
     }
 }
 
-/* Turns the scores s [64, KEYS] of a warpgroup's queries into their gradients ds. d has the products dy.v. read_figures
- * has set lse and delta. */
+/* Turns the scores s [64, KEYS] of a warpgroup's queries into their gradients ds. d contains the products dy.v. lse and
+ * delta are those that read_figures() has set. */
 template <int KEYS>
 DEV void slope_of_rows(float *s, const float *d, const float *lse, const float *delta, float scale,
                        const sight<KEYS> &seen)
@@ -320,8 +320,8 @@ template <int D> static size_t dq_nbytes(void)
     return 2 * tile<D, 64 * dq_shape<D>::GROUPS>::NBYTES + 5 * tile<D, dq_shape<D>::KEYS>::NBYTES + PANEL_ALIGN;
 }
 
-/* Computes dq. Rows are queries. Keys have three buffers because each tile of keys is read twice: the second read of a
- * tile happens while the next tile is read for the first time. */
+/* Computes dq. Rows are queries. There are three buffers for keys, because each tile of keys is read twice. While a
+ * tile is read for the second time, the next tile is read for the first time. */
 template <class T, int D>
 KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ attention t)
 {
@@ -369,8 +369,8 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         hold<KEYS / 2>(d);
         slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: the ds of tile j. dq: the sum over the earlier tiles. The product of the last of those tiles still runs, as in
-     * forward_kernel. */
+    /* s: the ds of tile j. dq: the sum over the earlier tiles. The product of tile j - 1, which adds to dq, still runs,
+     * as in forward_kernel. */
     for (int j = 0; j + 1 < tiles; j++) {
         int64_t first = (int64_t)(j + 1) * KEYS;
         wgmma_wait<0>();
@@ -378,8 +378,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         to_halves<T, KEYS>(ds, s);
         async_wait<0>();                             /* the next tile is complete */
         async_fence();
-        __syncthreads();                             /* no warp reads the previous tile's k and this tile's v any
-                                                      * more */
+        __syncthreads();                             /* no warp reads the previous tile's k or this tile's v any more */
         if (j + 2 < tiles) {
             load_tile<D, KEYS, BLOCK>(k + (j + 2) % 3 * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
             load_tile<D, KEYS, BLOCK>(v + (j & 1) * key_tile::NBYTES, t.v, b, kh, first + KEYS, t.S);
@@ -410,7 +409,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         wgmma_wait<0>();
         hold<D / 2>(dq);
     }
-    __syncthreads();                                 /* no warp's product reads q any more */
+    __syncthreads();                                 /* no product reads q any more */
     int64_t sure = t.sure - w0;
     if (sure > 0)
 #pragma unroll
@@ -419,9 +418,9 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
     store_rows<T, D, ROWS>(q + group * 64 * PANEL_ROW, t.dq, b, h, q0 + group * 64, t.T, dq, t.scale, t.scale);
 }
 
-/* Turns s and d [64, QUERIES] into w and ds, and rounds both to bf16 or fp16. Rows are a warpgroup's keys, starting at
- * key j. Columns are queries, starting at query `first`. lse and delta [QUERIES] belong to the columns. w0 is the
- * warp's first key. */
+/* Turns s and d [64, QUERIES] into w and ds, and rounds both to bf16 or fp16. Rows are a warpgroup's keys. Columns are
+ * queries, starting at query `first`. lse and delta [QUERIES] contain one value per column. w0 is the warp's first
+ * key. */
 template <class T, int QUERIES>
 DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *s, const float *d, const float *lse,
                           const float *delta, float scale, int64_t w0, int64_t first)
@@ -448,8 +447,9 @@ DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *
 }
 
 enum { DKV_GROUPS = 2, DKV_BLOCK = 128 * DKV_GROUPS, DKV_ROWS = 64 * DKV_GROUPS, QUERIES = 64 };
-/* A tile of queries. It has q and dy, and then the log-sum-exp and delta of the queries. There are three buffers:
- * products use the first one, the second one has the next tile, and the third one is being loaded. */
+/* A tile of queries. It contains q and dy, followed by the log-sum-exp and delta of the queries. There are three
+ * buffers: products read the first buffer, the second buffer contains the next tile, and the third buffer is being
+ * loaded. */
 template <int D> struct query_tile {
     enum { DY = tile<D, QUERIES>::NBYTES, LSE = 2 * DY, DELTA = LSE + QUERIES * 4, NBYTES = LSE + PANEL_ALIGN };
 };
@@ -473,7 +473,7 @@ template <int D> DEV void load_queries(unsigned char *to, const attention &t, in
     async_commit();
 }
 
-/* Computes dk and dv. Rows are keys. If query heads share keys, the sums of each query head are stored separately
+/* Computes dk and dv. Rows are keys. If query heads share keys, dk and dv of each query head are stored separately
  * (run_grouped_backward). */
 template <class T, int D>
 KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
@@ -487,8 +487,8 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     int64_t w0 = k0 + group * 64 + (threadIdx.x >> 5 & 3) * 16;
     if (t.causal && k0 > t.S - t.T) begin = (k0 - (t.S - t.T)) / QUERIES * QUERIES;      /* earlier queries see none
                                                                                           * of these keys */
-    int tiles = (int)((t.T - begin + QUERIES - 1) / QUERIES);        /* at least one, because the last query sees all
-                                                                      * keys */
+    int tiles = (int)((t.T - begin + QUERIES - 1) / QUERIES);        /* at least one tile, because the last query sees
+                                                                      * all keys */
     float dk[D / 2], dv[D / 2], s[QUERIES / 2], d[QUERIES / 2], scale = t.scale * LOG2_E;
     uint32_t w[QUERIES / 4], ds[QUERIES / 4];
     clear<D / 2>(dk);
@@ -508,7 +508,7 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
         uint32_t at = j % 3 * place::NBYTES;
         async_wait<0>();                             /* this tile is complete */
         async_fence();
-        __syncthreads();                             /* no warp reads the tile before the previous one any more */
+        __syncthreads();                             /* no warp reads tile j - 2 any more */
         if (j + 1 < tiles) load_queries<D>(queries + (j + 1) % 3 * place::NBYTES, t, b, h, first + QUERIES);
         wgmma_fence();
         times_transposed<T, D, DKV_ROWS, QUERIES>(s, own_k, descriptor_at(along, at));
@@ -529,7 +529,7 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     wgmma_wait<0>();
     hold<D / 2>(dk);
     hold<D / 2>(dv);
-    __syncthreads();                                 /* no warp's product reads k and v any more */
+    __syncthreads();                                 /* no product reads k or v any more */
     int64_t own = group * 64 * PANEL_ROW, row = k0 + group * 64;
     if (t.dk.p) store_rows<T, D, DKV_ROWS>(k + own, t.dk, b, h, row, t.S, dk, t.scale, t.scale);
     if (t.dv.p) store_rows<T, D, DKV_ROWS>(v + own, t.dv, b, h, row, t.S, dv, 1, 1);
@@ -539,8 +539,8 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
 /* Launches a kernel for n rows. Each block has `groups` warpgroups. */
 template <class F> static int start(F kernel, bool *allowed, int64_t n, int groups, size_t nbytes, const attention *t)
 {
-    if (!*allowed)                                   /* CUDA requires a request, once per kernel, for shared memory
-                                                      * above 48 KiB */
+    if (!*allowed)                                   /* CUDA requires this call, once per kernel, for more than 48 KiB
+                                                      * of shared memory */
         CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)nbytes));
     *allowed = true;
     PS_LAUNCH(kernel, dim3((unsigned)ps_cu_div_up(n, 64 * groups), (unsigned)t->H, (unsigned)t->B), 128 * groups,

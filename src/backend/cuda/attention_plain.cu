@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The attention ops, and kernels for every float type and size. A block computes one query (or key) and iterates over
- * the keys (or queries) in tiles. The softmax is computed online (Milakov and Gimelshein 2018). No buffer has size T x
- * S, and no atomics are used. bf16 and fp16 values are computed by attention_flash.cu if it supports the operands.
+ * The attention ops, and kernels for every float type and size. In forward and for dq, a block computes one query and
+ * iterates over tiles of keys. For dk and dv, a block computes one key and iterates over tiles of queries. The softmax
+ * is computed online (Milakov and Gimelshein 2018). No buffer has size T x S, and no atomics are used. bf16 and fp16
+ * values are computed by attention_flash.cu if it supports the operands.
  *
- * Backward, with m the dropout factor: w = exp(scale q.k - lse), delta = dy . y, ds = w (m (dy . v) - delta) scale, dq
- * = ds k, dk = ds^T q, dv = (w m)^T dy. */
+ * In backward, let m be the dropout factor. Then w = exp(scale q.k - lse), delta = dy.y, ds = w (m dy.v - delta) scale,
+ * dq = ds k, dk = ds^T q, and dv = (w m)^T dy. */
 #include "backend/cuda/attention.h"
 
 enum { TILE = 128, PER_THREAD = 8, MOST_D = TILE * PER_THREAD };
@@ -18,7 +19,7 @@ template <class T, class A> DEV A dot(const T *x, const T *y, int64_t n)
     return s;
 }
 
-/* Returns the number that the mask of 4 dimensions adds to a score. Values of -1e30 and less hide the key. */
+/* Returns the number that the mask of 4 dimensions adds to a score. A value of -1e30 or less hides the key. */
 template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     if (!t.bias) return 0;
@@ -51,7 +52,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
         if (seen) s += scale * dot<T, A>(q, (const T *)t.k.p + head_at(t.k, b, g, j), t.D);
         A new_top = block_max(s);
         new_top = new_top > top ? new_top : top;
-        if (new_top == -(A)INFINITY) continue;       /* no thread of the block has seen a key yet, so all threads
+        if (new_top == -(A)INFINITY) continue;       /* no key up to here is visible, so all threads of the block
                                                       * skip */
         A w = seen ? exp(s - new_top) : (A)0, shrink = top == -(A)INFINITY ? (A)0 : exp(top - new_top);
         sum = sum * shrink + block_sum(w);
@@ -115,8 +116,8 @@ static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t 
 }
 
 /* Finds the bounds of the segments, with one block per sample. A run is a sequence of equal ids [T]. Each thread has a
- * section of the positions and finds where the first and the last run in the section begin. A run can extend into other
- * sections. The thread then uses the results of the threads of those sections. */
+ * section of the positions and finds where the first and the last run in the section begin. If a run extends into other
+ * sections, the thread uses the results of the threads that have these sections. */
 static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t id_step, int32_t *begin, int32_t *end,
                                        int64_t T)
 {
@@ -290,7 +291,8 @@ static heads heads_of(const ps_view *v)
     return x;
 }
 
-/* Returns part `part` of a contiguous x [B, T, parts * C] as [B, heads, T, C / heads]. */
+/* A contiguous x [B, T, parts * C] contains `parts` tensors. Returns tensor number `part` as [B, n_heads, T, C /
+ * n_heads]. */
 static heads packed_part(const ps_view *x, int parts, int part, int64_t n_heads)
 {
     int64_t T = x->shape[1], width = x->shape[2], C = width / parts, D = C / n_heads;
@@ -371,7 +373,7 @@ static int run_forward(attention *t, int dtype)
 
 static int run_backward(ps_call *call, attention *t, int dtype);
 
-/* Computes dk and dv of each query head in workspace, and then sums them over the heads that share keys.
+/* Computes dk and dv of each query head in workspace, and then sums dk and dv over the heads that share keys.
  * FlashAttention-2 does the same. */
 static int run_grouped_backward(ps_call *call, attention *t, int dtype)
 {

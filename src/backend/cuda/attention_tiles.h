@@ -3,13 +3,13 @@
  * has rows of a head in shared memory. This file loads tiles, reads fragments from them, and multiplies a warp's rows
  * by a tile.
  *
- * A tile has DP columns (64, 128 or 256). Columns at or after D are zero. A chunk is 16 bytes of a row. Chunk c of row
- * r is stored where chunk c ^ (r & 7) would be without swizzling. The eight rows that ldmatrix reads at once are thus
- * in different banks, without padding. A warp has 16 * RT rows, so one read of the other operand is used by RT
- * products.
+ * A tile has DP columns (64, 128 or 256). Columns at or after D are zero. A chunk is 16 bytes of a row. Chunks are
+ * swizzled: chunk c of row r is stored at chunk position c ^ (r & 7) of the row. The eight rows that ldmatrix reads at
+ * once are thus in different banks, without padding. A warp has 16 * RT rows, so RT products use each fragment of the
+ * other operand that the warp reads.
  *
  * LEAN kernels are for the common case: operands that can be read 16 bytes at a time (heads.aligned), no mask, no
- * dropout, and a scale above zero. The other kernels support all cases. Kernels count rows and keys in int. */
+ * dropout, and a scale above zero. The other kernels support all cases. Indices of rows and keys have the type int. */
 #ifndef PS_CUDA_ATTENTION_TILES_H
 #define PS_CUDA_ATTENTION_TILES_H
 #include "backend/cuda/attention.h"
@@ -20,7 +20,7 @@ enum { MOST_ROWS = 1 << 29 };
 
 template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* Returns the position in a tile of chunk c of row r, in elements. */
+/* Returns the offset, in elements, of chunk c of row r in a tile. */
 template <int DP> DEV int place(int r, int c) { return r * DP + ((c ^ (r & 7)) << 3); }
 
 DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
@@ -36,7 +36,8 @@ DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
 template <int DP, int N, int THREADS, bool LEAN> struct reader {
     enum { CHUNKS = DP / 8, STEP = THREADS / CHUNKS };
     static_assert(N % STEP == 0, "each thread has as many chunks");
-    const uint16_t *from;                            /* address in the next tile; that tile begins with row `first` */
+    const uint16_t *from;                            /* this thread's first address in the next tile to load, which
+                                                      * begins with row `first` */
     __device__ __forceinline__ void open(const heads &x, int64_t b, int64_t h, int first)
     {
         int c = threadIdx.x % CHUNKS * 8, r = threadIdx.x / CHUNKS;
@@ -63,8 +64,8 @@ template <int DP, int N, int THREADS, bool LEAN> struct reader {
     }
 };
 
-/* Tiles of keys and tiles of their values. The values are stored after the keys. Shared memory has two buffers, so that
- * the next tile is loaded while the current tile is read. */
+/* Tiles of keys and tiles of values. In shared memory, a tile of values follows the tile of its keys. There are two
+ * such buffers, so that the next tile is loaded while the current tile is read. */
 template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     reader<DP, KEYS, THREADS, LEAN> k_rows, v_rows;
     __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h, int first)
@@ -75,7 +76,8 @@ template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     {
         return stages + (first / KEYS & 1) * 2 * KEYS * DP;
     }
-    /* Starts to copy the tile whose first key is `first`. Call it once per tile, in order. */
+    /* Starts to copy the tile whose first key is `first`. Call this function once per tile, in ascending order of
+     * keys. */
     __device__ __forceinline__ void next(uint16_t *stages, const attention &t, int first, int n_k, int D,
                                          const uint8_t *mask)
     {
@@ -87,9 +89,9 @@ template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
 };
 
 /* -- fragments ---------------------------------------------------------------------------------------------------- */
-/* These functions return addresses for ldmatrix, as byte offsets in a tile. The offset is that of this lane's row of A
- * [16, 16], of B [16, 16] for transposition, or of B^T [16, 16]. `across` moves an offset to column k. To move down,
- * the caller adds whole rows. */
+/* Addresses for ldmatrix. lane_of_a() returns the byte offset in a tile of this lane's row of A [16, 16]. It serves for
+ * B [16, 16], too, if ldmatrix transposes. lane_of_bt() returns the offset of this lane's row of B^T [16, 16]. across()
+ * returns the address for such an offset, moved to column k. To move down, the caller adds whole rows. */
 template <int DP> DEV int lane_of_a(void)
 {
     int lane = threadIdx.x & 31;
@@ -105,8 +107,8 @@ DEV const uint16_t *across(const uint16_t *tile, int lane, int k)
     return (const uint16_t *)((const char *)tile + (lane ^ (k % 64 * 2))) + k / 64 * 64;
 }
 
-/* The fragments of a warp's rows [16 RT, DP]. rows_shared reads them from shared memory for each use. rows_kept keeps
- * them in registers. */
+/* The fragments of a warp's rows [16 RT, DP]. rows_shared reads the fragments from shared memory for each use.
+ * rows_kept keeps the fragments in registers. */
 template <int DP, int RT> struct rows_shared {
     const uint16_t *p;
     __device__ __forceinline__ void open(const uint16_t *rows) { p = rows; }
@@ -134,8 +136,8 @@ template <bool KEPT, int DP, int RT> struct kept_if { typedef rows_shared<DP, RT
 template <int DP, int RT> struct kept_if<true, DP, RT> { typedef rows_kept<DP, RT> rows; };
 
 /* -- dropout ------------------------------------------------------------------------------------------------------- */
-/* Computes random numbers for four consecutive keys of a query, by one call of Philox. If the tile's first key is a
- * multiple of four, each lane calls it once per fragment, and the lanes exchange the words. */
+/* Computes random words for four consecutive keys of a query, by one call of Philox. If the tile's first key is a
+ * multiple of four, each lane calls draw() once per fragment, and the lanes exchange the words. */
 DEV void draw(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
 {
     uint64_t block = (uint64_t)(((t.first_head + h) * t.T + i) * t.S + j) / 4;
@@ -154,8 +156,8 @@ DEV void draw_rows(const attention &t, uint32_t *w, int64_t b, int64_t h, int i,
     w[0] = odd ? x : own[0], w[1] = odd ? y : own[1], w[2] = odd ? own[2] : x, w[3] = odd ? own[3] : y;
 }
 /* Draws the random words for the elements of a fragment. Rows are keys starting at key j, and columns are queries
- * starting at query i. Each group of four lanes (rows) draws for four queries and four keys. The four lanes then
- * transpose their words among themselves. */
+ * starting at query i. Four lanes with consecutive rows draw the words for four queries and four keys. The four lanes
+ * then transpose their words among themselves. */
 DEV void draw_columns(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
 {
     int lane = threadIdx.x & 31, low = lane >> 2 & 1, high = lane >> 3 & 1;
@@ -231,7 +233,7 @@ DEV void times_transposed(float (*c)[N][4], const A &a, const uint16_t *b)
 }
 
 /* Computes o [16 RT, W] += p b. p [16 RT, 8 N] has the layout of c in times_transposed. b [8 N, W] consists of W
- * columns of a tile that has DP columns. */
+ * columns of a tile with DP columns. */
 template <class T, int DP, int RT, int N, int W>
 DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 {
@@ -258,7 +260,8 @@ DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 /* -- results ------------------------------------------------------------------------------------------------------- */
 /* Multiplies a warp's o [16 RT, W] by `by` and stores it to a head. Row 0 of o is row `first` of the head, and column 0
  * is column `col`. Rows at or after `limit` are not stored. With LEAN, the rows are first written to `own`, so that
- * they can be stored 16 bytes at a time. `own` consists of rows of a tile in shared memory that is no longer in use. */
+ * they can be stored 16 bytes at a time. `own` consists of rows of a tile in shared memory. The tile is no longer in
+ * use. */
 template <class T, int DP, int RT, bool LEAN, int W>
 DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, int col, int D, float (*o)[W / 8][4],
                     float by, uint16_t *own)
@@ -297,8 +300,8 @@ DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, 
 }
 
 /* -- segments ------------------------------------------------------------------------------------------------------ */
-/* Returns the union of the segments of rows first .. first + n. Rows at or after T do not count. Without segments, the
- * union is [0, limit). These rows see no key outside the union. */
+/* Returns the union of the segments of rows first to first + n - 1. Rows at or after T do not count. Without segments,
+ * the result is [0, limit). The rows see no key outside the result. */
 struct span { int begin, end; };
 DEV span span_of(const attention &t, int64_t b, int first, int n, int limit)
 {
