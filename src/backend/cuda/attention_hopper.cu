@@ -296,7 +296,7 @@ DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, floa
 }
 
 /* Turns the scores s [64, KEYS] of a warpgroup's queries into their gradients ds. d contains the products dy.v. lse and
- * delta are those that read_figures() has set. */
+ * delta have been set by read_figures(). */
 template <int KEYS>
 DEV void slope_of_rows(float *s, const float *d, const float *lse, const float *delta, float scale,
                        const sight<KEYS> &seen)

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Opens the cuda backend, and implements its memory, streams, copies and errors. The kernels are in other files. One
- * thread calls all functions, and it runs ahead of the device. The thread waits in copy_out, in copy_wait, and when
- * memory is returned to the driver. It also waits in copy_in while 4 MiB of copies by copy_in are pending.
+ * thread calls all functions. The device runs the queued work while the thread continues. The thread waits for the
+ * device in copy_out, in copy_wait, and when memory is returned to the driver. It also waits in copy_in while 4 MiB of
+ * copies by copy_in are pending.
  *
- * Order: kernels, copy_in and copy_out share the stream `compute`. Dispatch can therefore reuse the memory of one
- * kernel for the next kernel without waiting. copy_start has a stream for each direction. A copy of copy_start runs
- * after all work that was already queued on `compute`, because queued kernels may still use the buffers of the copy.
- * The caller can use those buffers again only after copy_wait. */
+ * Order: kernels, copy_in and copy_out use the stream `compute`. Dispatch can therefore reuse the memory of one kernel
+ * for the next kernel without waiting. copy_start uses two other streams, one for each direction. Its copy runs after
+ * all work that was already queued on `compute`, because queued kernels may still use the copy's buffers. The caller
+ * can use the copy's buffers again only after copy_wait. */
 #include "backend/cuda/nccl.h"
 #include "backend/cuda_rules.h"
 #include <atomic>
@@ -24,17 +25,17 @@ struct ps_copy {
 };
 
 enum { SLOTS = 16 };
-static const size_t slot_nbytes = (size_t)256 << 10;      /* size in bytes of the pieces in which copies pass through
-                                                           * pinned memory */
+static const size_t slot_nbytes = (size_t)256 << 10;      /* size of a slot; larger copies are split into pieces of this
+                                                           * size, in bytes */
 static const int64_t memory_least = (int64_t)512 << 20;   /* free bytes that a device needs to be opened */
-static const int64_t memory_spare = (int64_t)64 << 20;    /* bytes left to the driver for modules, local memory and
-                                                           * cuBLASLt */
+static const int64_t memory_spare = (int64_t)64 << 20;    /* bytes that are left free for the driver's modules, local
+                                                           * memory and cuBLASLt */
 
 ps_cuda *ps_cu;
 static ps_copy *spare;
 static ps_kernel kernels[PS_OP_COUNT];
-/* Pinned memory for the pieces that copy_in copies. Each slot has an event that is recorded after the slot's last copy.
- * One more slot is for small copies to the host. */
+/* Pinned memory for the pieces that copy_in copies. slot_free: one event per slot, recorded after the slot's last copy.
+ * One additional slot is used for small copies to the host. */
 static char *slots;
 static cudaEvent_t slot_free[SLOTS];
 static int slot_next;
@@ -55,8 +56,8 @@ static int say_broken(void)
 }
 
 /* Waits for running copies after a library has failed or a call was rejected. The device can still run work that was
- * queued earlier. That work can write to host memory which will be reused, because no caller waits for copies any
- * more. */
+ * queued earlier. No caller waits for this work any more, so host memory that the work writes to could be reused too
+ * early. */
 static void come_to_rest(void)
 {
     const cudaStream_t all[3] = { ps_cu->lane[0], ps_cu->lane[1], ps_cu->compute };
@@ -145,8 +146,8 @@ int ps_cuda_move(void *dst, const void *src, size_t nbytes)
     return 0;
 }
 
-/* The bytes of workspace that a kernel asked for. A kernel's workspace is measured by running the kernel with a scratch
- * function that allocates nothing. */
+/* The number of bytes of workspace that a kernel has requested. To measure it, the kernel is run with a scratch
+ * function that counts the bytes and allocates nothing. */
 static int64_t asked;
 
 static void *count_scratch(ps_call *call, size_t nbytes)
@@ -180,7 +181,7 @@ static int check_rules(ps_call *call)
 }
 #endif
 
-/* Checks that the device works, and then runs the kernel of any op. Reports launch errors. */
+/* Runs the kernel of a call's op. Fails if the device is broken or if a launch reports an error. */
 static int run(ps_call *call)
 {
     if (ps_cu->broken) return say_broken();
@@ -198,10 +199,10 @@ static int run(ps_call *call)
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
-/* Regions are allocated from the device's own memory pool. Only some virtual devices have no pool. Freed memory stays
- * in the pool, in the order of `compute`. Chunks that replace each other in a step therefore neither wait for the
- * device nor call the driver. Other streams do not use a freed region any more, because the host has waited for their
- * copies. */
+/* Regions are allocated from the device's own memory pool. (Some virtual devices have no pool.) Freed memory stays in
+ * the pool, and work that is queued on `compute` later can reuse it. When one chunk replaces another in a step, the
+ * engine therefore neither waits for the device nor calls the driver. When a region is freed, the other streams do not
+ * use it any more, because the host has waited for their copies. */
 static int64_t pool_spare(void)
 {
     uint64_t reserved = 0, used = 0;
@@ -215,7 +216,8 @@ static int64_t bytes_available(ps_backend *be)
 {
     size_t left = 0, total = 0;
     if (ps_cu->broken || ps_cuda_check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo") < 0)
-        return INT64_MAX;                      /* the free memory is unknown; the next allocation reports a failure */
+        return INT64_MAX;                      /* the amount of free memory is unknown; if the device has failed, the
+                                                * next allocation reports it */
     int64_t all = (int64_t)left + pool_spare();
     return all > memory_spare ? all - memory_spare : 0;
 }
@@ -270,7 +272,7 @@ static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes)
         cudaEvent_t is_free = slot_free[slot_next];
         n = nbytes - done < slot_nbytes ? nbytes - done : slot_nbytes;
         slot_next = (slot_next + 1) % SLOTS;
-        CU_TRY(cudaEventSynchronize(is_free));         /* an event that was never recorded counts as ended */
+        CU_TRY(cudaEventSynchronize(is_free));         /* returns at once for an event that was never recorded */
         memcpy(slot, (const char *)src + done, n);
         CU_TRY(cudaMemcpyAsync((char *)dst + done, slot, n, cudaMemcpyHostToDevice, ps_cu->compute));
         CU_TRY(cudaEventRecord(is_free, ps_cu->compute));
@@ -278,7 +280,8 @@ static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes)
     return 0;
 }
 
-/* Copies in pieces, because one copy must not use memory of two pinned ranges, or both pinned and unpinned memory. */
+/* Copies in pieces, because one copy must not use memory of two pinned ranges, and must not mix pinned and unpinned
+ * memory. */
 static int move(cudaStream_t stream, bool to_device, void *dst, const void *src, size_t nbytes)
 {
     const char *host = (const char *)(to_device ? src : dst);
@@ -377,8 +380,8 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
     if (ps_cu->broken) return say_broken();
     PS_TRY(rc);
     PS_TRY(ps_cuda_check(e, "a copy"));
-    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* the error stays set, because a waiting caller could
-                                                            * otherwise miss the failed copy */
+    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* the error stays set, so that a caller which waits for this
+                                                            * copy later reports the error, too */
     return 1;
 }
 
@@ -411,7 +414,8 @@ static void close_cuda(ps_backend *be)
     ps_cu = NULL;
 }
 
-/* Selects the device of this process from the environment variables of torchrun, Open MPI, PMI or Slurm. */
+/* Selects the device of this process by the local rank that torchrun, Open MPI, PMI or Slurm has set in an environment
+ * variable. */
 static int device_number(int n, int local_rank)
 {
     static const char *const names[] = { "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
@@ -470,8 +474,8 @@ static int choose_attention(void)
     return 0;
 }
 
-/* Finds the device's memory pool. Makes the pool keep freed memory, so that nothing is returned to the driver during a
- * step. */
+/* Finds the device's memory pool, and sets the pool to keep freed memory, so that no memory is returned to the driver
+ * during a step. */
 static int find_pool(void)
 {
     int there = 0;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Batch norm and group norm. A set is the elements that share one statistic. Each block computes the statistics of one
- * set, or the weight gradients of one channel. The order of every sum is fixed. */
+ * Batch norm and group norm. A set is a group of elements with a common mean and variance. Each block computes the
+ * statistics of one set, or the weight gradients of one channel. The order of every sum is fixed. */
 #include "backend/cuda/device.h"
 
 struct norm_call {

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sums of a matrix's columns. They are used by reduce.cu and by kernels that compute the matrix in the same pass. Sums
- * are computed in fp64 in a fixed order: first the rows of a group, then the groups of a block, then the parts of the
- * matrix (combine_kernel). */
+ * Sums of a matrix's columns. reduce.cu uses these functions, and so do kernels that compute the matrix and its sums in
+ * one pass. Sums are computed in fp64 in a fixed order: each group of threads sums its rows, then a block adds the sums
+ * of its groups, and then combine_kernel adds the sums of the matrix's parts. */
 #ifndef PS_CUDA_COLUMNS_H
 #define PS_CUDA_COLUMNS_H
 #include "backend/cuda/device.h"
 
 enum { SUM, MAX, MIN };                              /* the kind of reduction */
 
-/* The destination of a reduction. If there is one part, the result of kept element i is written to y. Otherwise part s
- * of kept element i is written to parts[s * kept + i]. */
+/* The destination of a reduction. The rows that are reduced can be split into parts. If there is one part, the result
+ * for column i is written to y. Otherwise the result of part s for column i is written to parts[s * kept + i]. */
 struct target { void *parts, *y; int y_type, op; bool accumulate; double divide; };
 
 DEV void finish(const target &t, int64_t i, double v)
@@ -28,11 +28,11 @@ template <class A> DEV void deliver(const target &t, int64_t kept, int64_t i, in
     else finish(t, i, v);
 }
 
-/* A block has COLUMN_THREADS packs of columns and ROW_GROUPS groups of threads. The groups take turns, and each turn is
- * AHEAD rows. */
+/* A block has COLUMN_THREADS packs of columns and ROW_GROUPS groups of threads. The groups process the rows in turn,
+ * AHEAD rows at a time. */
 enum { COLUMN_THREADS = 128, ROW_GROUPS = 4 };
 
-/* Sums the rows of a matrix [rows, kept]. The block sums its own packs of columns over part blockIdx.y of the rows.
+/* Sums a matrix [rows, kept] over its rows. The block sums its own packs of columns over part blockIdx.y of the rows.
  * f.load(i, j) reads the inputs of pack i of row j. f.finish(i, j, loaded) computes the pack<T> from those inputs. */
 template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, int64_t kept, int64_t rows, F f)
 {

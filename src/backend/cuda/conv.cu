@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Convolution, its transpose and the gradient of its weight, by plain kernels without tensor cores. Each thread
- * computes one element of the result. For the gradient of the weight, each block computes one element. The order of
+ * Convolution, its transpose, and the gradient of its weight. The kernels do not use tensor cores. For the gradient of
+ * the weight, each block computes one element. For the other results, each thread computes one element. The order of
  * every sum is fixed. */
 #include "backend/cuda/device.h"
 #include "backend/image.h"
@@ -39,8 +39,8 @@ template <class T> static __global__ void conv_kernel(const __grid_constant__ co
     }
 }
 
-/* Element `at` of x contributes to one output through element `k` of the kernel. Returns the position of that output
- * along dimension d, or -1 if the output does not exist. */
+/* Returns the position along dimension d of the output to which element `at` of x contributes through element `k` of
+ * the kernel. Returns -1 if there is no such output. */
 DEV int64_t met(const ps_conv_shape &s, int d, int64_t at, int64_t k)
 {
     int64_t i = at + s.before[d] - k * s.dilation[d];

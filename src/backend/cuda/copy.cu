@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Copies between layouts and types, constants, and concatenation. If both types are equal, a copy keeps all bits. */
+ * Copies between layouts and types, constants, and concatenation. A copy between equal types keeps all bits. */
 #include "backend/cuda/device.h"
 
 /* -- one type: elements of a size as unsigned integers ------------------------------------------------------------- */
@@ -219,8 +219,8 @@ static int fill_(ps_call *call)
     return 0;
 }
 
-/* Fills a tensor with start + i * step. With `exact`, the tensor has an integer type and both constants are whole
- * numbers, so the kernel uses integer arithmetic. */
+/* Sets element i to start + i * step. `exact` means that the tensor has an integer type and that start and step are
+ * whole numbers. The kernel then uses integer arithmetic. */
 static __global__ void arange_kernel(void *p, int dtype, int64_t n, double start, double step, bool exact)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {

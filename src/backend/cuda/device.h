@@ -2,8 +2,9 @@
  * Definitions that the kernels of the cuda backend share: element types, conversions, indexing, and sums over warps and
  * blocks. Host functions such as make_places are plain C++.
  *
- * Kernels are also tested without a GPU: a plain C++ compiler can compile the files that include this header, with
- * spec/emulate/cuda_runtime.h. All inline assembly is in this file, and it is excluded from that build. */
+ * Kernels are also tested without a GPU. For these tests, a plain C++ compiler compiles the files that include this
+ * header, with spec/emulate/cuda_runtime.h. All inline assembly is in this file, and is excluded when the tests are
+ * compiled. */
 #ifndef PS_CUDA_DEVICE_H
 #define PS_CUDA_DEVICE_H
 #include "backend/cuda/cuda.h"
@@ -92,7 +93,7 @@ DEV double load_d(const void *p, int dtype, int64_t i)
     default: return (double)load_f(p, dtype, i);
     }
 }
-/* Truncates x to an integer and limits it to low .. high. NaN becomes 0. */
+/* Truncates x to an integer and clamps the integer to the range from low to high. NaN becomes 0. */
 DEV int64_t to_int(double x, int64_t low, int64_t high)
 {
     if (x != x) return 0;
@@ -135,7 +136,7 @@ DEV void store_d(void *p, int dtype, int64_t i, double x)
     else if (dtype <= PS_F16) store_f(p, dtype, i, (float)x);
     else store_int_type(p, dtype, i, x);
 }
-/* Integers that do not fit in the type wrap around. */
+/* Stores x. If x does not fit in the type, it wraps around. */
 DEV void store_i(void *p, int dtype, int64_t i, int64_t x)
 {
     switch (dtype) {
@@ -147,7 +148,7 @@ DEV void store_i(void *p, int dtype, int64_t i, int64_t x)
     default: store_d(p, dtype, i, (double)x); break;
     }
 }
-/* The functions above as templates over the arithmetic type, which is float, double or int64_t. */
+/* The functions above as members of a template whose parameter is the arithmetic type: float, double or int64_t. */
 template <class A> struct access;
 template <> struct access<float> {
     DEV float load(const void *p, int t, int64_t i) { return load_f(p, t, i); }
@@ -177,8 +178,8 @@ template <class T> DEV void store_pack(T *p, const pack<T> &v)
     u.v = v;
     *(uint4 *)p = u.raw;
 }
-/* Returns element k of 16 bytes that stay packed in four registers. Unpacked, each element would need one register. k
- * must be a constant after unrolling. */
+/* Returns element k of a pack that stays in four registers. If the pack were unpacked, each element would need a
+ * register. k must be a constant after unrolling. */
 template <class T> struct lane_of;
 template <> struct lane_of<float> {
     DEV float get(const uint4 &v, int k) { return __uint_as_float(k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w); }
@@ -202,15 +203,15 @@ template <> struct lane_of<double> {
     }
 };
 template <class T> DEV typename type_info<T>::acc lane(const uint4 &v, int k) { return lane_of<T>::get(v, k); }
-/* Makes the compiler unpack v again at its next use. Otherwise it would keep the unpacked values, which need too many
- * registers. */
+/* Makes the compiler unpack v again at its next use. Otherwise the compiler would keep the unpacked values, which need
+ * too many registers. */
 DEV void stay_packed(uint4 &v)
 {
 #ifndef PS_EMULATE_CUDA
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 #endif
 }
-/* Prefetches the cache line at address p to the L2 cache. */
+/* Prefetches the cache line at address p into the L2 cache. */
 DEV void prefetch_line(const void *p)
 {
 #ifndef PS_EMULATE_CUDA
@@ -220,8 +221,9 @@ DEV void prefetch_line(const void *p)
 static __host__ __device__ inline bool aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
 /* -- indexing ------------------------------------------------------------------------------------------------------ */
-/* Maps an element's index to its positions in N operands. Elements are counted row-major over a shape. Dimensions of
- * size 1 are dropped, and dimensions that are row-major in all operands are merged. */
+/* Maps an element's index to the element's positions in N operands. The index counts the elements of a shape in
+ * row-major order. Dimensions of size 1 are dropped, and adjacent dimensions that are contiguous in all operands are
+ * merged. */
 template <int N> struct places {
     int ndim;
     int64_t numel;
@@ -250,7 +252,7 @@ template <int N> static __host__ __device__ inline void locate(const places<N> &
         for (int k = 0; k < N; k++) at[k] += i * x.stride[k][0];
 }
 
-/* Makes the places of the views v[k]. The views are broadcast to the shape by PyTorch's rules. */
+/* Returns the places for the views v[k], which are broadcast to the shape by PyTorch's rules. */
 template <int N> static inline places<N> make_places(int ndim, const int64_t *shape, const ps_view *const *v)
 {
     places<N> x;
@@ -280,8 +282,8 @@ template <int N> static inline bool is_flat(const places<N> &x, int k)
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
 enum { THREADS = 256 };
-/* Returns the number of blocks for n threads. The number has a limit, so each thread of a kernel must loop over its
- * elements. */
+/* Returns the number of blocks for n elements. This number is limited, so each thread of a kernel must loop over
+ * several elements. */
 static inline dim3 blocks_for(int64_t n)
 {
     int64_t want = ps_cu_div_up(n, THREADS), most = (int64_t)ps_cu->card.sm_count * 32;
@@ -297,7 +299,8 @@ static inline dim3 blocks_for(int64_t n)
      : (dtype) == PS_F16 ? fn<f16>(__VA_ARGS__) : fn<double>(__VA_ARGS__))
 
 /* quick_exp computes exp in two instructions within 2 + |1.2 x| ulp, and quick_inverse computes 1 / x within 2 ulp.
- * They are used for results that are rounded to bf16 or fp16, and for weights that are divided by their own sum. */
+ * Kernels use them for results that are rounded to bf16 or fp16, and for weights that are divided by the sum of all
+ * weights. */
 DEV float quick_exp(float x) { return __expf(x); }
 DEV double quick_exp(double x) { return exp(x); }
 DEV float quick_inverse(float x) { return __fdividef(1.0f, x); }
@@ -311,7 +314,8 @@ template <class Op, class A> DEV A warp_all(A v)
     for (int m = 16; m > 0; m >>= 1) v = Op::of(v, __shfl_xor_sync(0xffffffffu, v, m));
     return v;
 }
-/* Like warp_all, for a block of full warps with at most 1024 threads. `empty` replaces the value of a missing warp. */
+/* Like warp_all(), for a block of full warps with at most 1024 threads. `empty` is used as the value of warps that the
+ * block does not have. */
 template <class Op, class A> DEV A block_all(A v, A empty)
 {
     __shared__ A part[32];
@@ -326,8 +330,8 @@ template <class A> DEV A block_sum(A v) { return block_all<op_add>(v, (A)0); }
 template <class A> DEV A block_max(A v) { return block_all<op_max>(v, (A)-INFINITY); }
 
 /* -- rows: each row has a block, which reads the row a few times --------------------------------------------------- */
-/* Returns the number of threads per block for rows of n elements. It is at most 1024. If possible, it is large enough
- * for the block to hold a whole row at once. */
+/* Returns the number of threads per block for rows of n elements, at most 1024. The number grows with n so that a block
+ * can hold a whole row at once, unless the row is too long for 1024 threads. */
 static inline int threads_for(int64_t n) { return n <= 128 ? 32 : n <= 1024 ? 128 : n <= 8192 ? 256 : 1024; }
 static inline unsigned row_blocks(int64_t rows)
 {
@@ -348,7 +352,7 @@ template <class T, class F> DEV void each(const T *x, int64_t n, F f)
     for (int64_t j = packs * W + threadIdx.x; j < n; j += blockDim.x) f(j, up(x[j]));
 }
 
-/* Sets y[j] = f(j, x[j]) for the elements that `each` visits. y can be x or an operand that f reads at j, because a
+/* Sets y[j] = f(j, x[j]) for the elements that each() visits. y can be x or an operand that f reads at j, because a
  * thread reads its elements before it writes them. */
 template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t n, F f)
 {
@@ -371,18 +375,19 @@ template <class G, class T, class F> DEV void map_row(G *y, const T *x, int64_t 
  *   B [16, 8]:  b[0] (2t.., g), b[1] (2t + 8.., g), two rows each;
  *   C [16, 8]:  c[0], c[1] (g, 2t..), c[2], c[3] (g + 8, 2t..).
  *
- * two_down rounds two floats to bf16 or fp16. The first result is in the low 16 bits.
+ * two_down() rounds two floats to bf16 or fp16. The first result is in the low 16 bits.
  *
- * async_copy16 and async_copy4 copy 16 or 4 bytes to shared memory. If there is nothing to copy, they write zeros and
- * do not read src. The copies that a thread starts between two calls of async_commit form a group. async_wait<N> waits
- * until at most the last N groups of the thread are still running. Other threads see the data after a barrier. */
+ * async_copy16() copies 16 bytes to shared memory, and async_copy4() copies 4 bytes. If there is nothing to copy, they
+ * write zeros and do not read src. The copies that a thread starts between two calls of async_commit() form a group.
+ * async_wait<N>() waits until at most the last N groups of the thread are still running. Other threads see the data
+ * after a barrier. */
 #ifdef PS_EMULATE_CUDA
 DEV float half_up(bf16, uint32_t bits) { return bf16_up((uint16_t)bits); }
 DEV float half_up(f16, uint32_t bits) { return f16_up((uint16_t)bits); }
 template <class T> DEV void mma(float *c, const uint32_t *a, const uint32_t *b)
 {
-    float *slots = (float *)ps_emu_warp_slots();     /* 12 of the 32 slots of each lane: the elements of a, then
-                                                      * those of b */
+    float *slots = (float *)ps_emu_warp_slots();     /* the first 12 of the 32 slots of each lane: the elements of a,
+                                                      * then the elements of b */
     int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
     for (int k = 0; k < 12; k++) slots[32 * lane + k] = half_up(T(), (k < 8 ? a[k / 2] : b[k / 2 - 4]) >> k % 2 * 16);
     ps_emu_warp_barrier();
@@ -400,7 +405,8 @@ DEV void async_copy4(void *dst, const void *src, bool there) { ps_emu_async_copy
 DEV void async_commit(void) { ps_emu_async_commit(); }
 template <int N> DEV void async_wait(void) { ps_emu_async_wait(N); }
 /* Loads N matrices. Lane 8 m + r passes the address of row r of matrix m. A row has 16 bytes. Each lane gets two
- * elements of each matrix, or of its transpose: those in row lane / 4 and columns lane % 4 * 2 and lane % 4 * 2 + 1. */
+ * elements of each matrix (of its transpose if TRANSPOSED is set). They are in row lane / 4, in columns lane % 4 * 2
+ * and lane % 4 * 2 + 1. */
 template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t *p)
 {
     uint64_t *slots = ps_emu_warp_slots();
@@ -469,8 +475,8 @@ template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t 
 #endif
 
 /* -- four elements ------------------------------------------------------------------------------------------------- */
-/* Four adjacent elements as they are stored in memory. Kernels use them to issue all loads before they use an
- * element. */
+/* Four adjacent elements as they are stored in memory. With this type, a kernel can issue all loads before it uses the
+ * first element. */
 template <class T> struct four { typedef uint2 raw; };
 template <> struct four<float> { typedef float4 raw; };
 DEV void unpack(const float4 &v, float, float *x) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops that compute each element of the output from one element of each input. One kernel supports any strides and
- * types, in fp32, fp64 or int64 arithmetic. Another kernel processes 16 bytes at a time; it requires that all tensors
- * have the same float type and the same layout. Kernels choose the op at run time, by a branch that is the same for all
- * threads. The ops of a transformer's step have separate kernels instead. bf16 and fp16 results are rounded once. */
+ * Ops that compute each element of the output from one element of each input. any_kernel supports any strides and
+ * types, and computes in fp32, fp64 or int64. flat_kernel processes 16 bytes at a time and requires that all tensors
+ * have the same float type and the same layout. Both kernels choose the op at run time, by a branch that all threads
+ * take in the same way. For the ops of a transformer's step, the op is a template parameter instead. bf16 and fp16
+ * results are rounded once. */
 #include "backend/cuda/columns.h"
 #include "base/divide.h"
 
@@ -64,7 +65,8 @@ template <class A> DEV A hard_gate(A x) { return (x < -3 ? 0 : x > 3 ? 6 : x + 3
 template <class A> DEV A mish_gate(A x) { return tanh(x > 20 ? x : log1p(exp(x))); }
 template <class A> DEV A logsigmoid(A x) { return (x > 0 ? 0 : x) - log1p(exp(-fabs(x))); }
 
-/* Computes the derivative of the function `of`, which is an attribute of the op slope. */
+/* Computes the derivative of one of several functions. `of` is the attribute of the op slope that selects the
+ * function. */
 template <class A> DEV A slope_at(int of, A x, A delta)
 {
     if (of == 0) return fabs(x) < 3 ? (A)(1.0 / 6) : 0;
@@ -75,7 +77,7 @@ template <class A> DEV A slope_at(int of, A x, A delta)
     return t + c / (1 + exp(-c)) * (1 - t * t);
 }
 
-/* Computes the ops on floats. A is float or double, and it selects the <math.h> functions. */
+/* Computes an op on floats. A is float or double. Its type selects the functions of <math.h>. */
 template <class A> DEV A of_floats(int op, A a, A b, settings s)
 {
     switch (op) {
@@ -87,7 +89,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_maximum: return a > b || a != a ? a : b;
     case PS_OP_minimum: return a < b || a != a ? a : b;
     case PS_OP_remainder: return (A)ps_divide(PS_REMAINDER, a, b);
-    case PS_OP_fmod: return fmod(a, b);                      /* fmod is exact in each type */
+    case PS_OP_fmod: return fmod(a, b);                      /* the result of fmod is exact in every float type */
     case PS_OP_floor_divide: return (A)ps_divide(PS_FLOOR_DIVIDE, a, b);
     case PS_OP_lerp: return fabs(s.alpha) < 0.5 ? a + (A)s.alpha * (b - a) : b - (A)(1 - s.alpha) * (b - a);
     case PS_OP_prelu: return a > 0 ? a : b * a;
@@ -144,7 +146,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     }
 }
 
-/* Computes the ops on integers. Results wrap around. Sums are unsigned, because signed overflow is undefined. */
+/* Computes an op on integers. Results wrap around. Arithmetic is unsigned, because signed overflow is undefined. */
 DEV int64_t of_ints(int op, int64_t a, int64_t b, settings s)
 {
     switch (op) {
@@ -183,8 +185,8 @@ template <> struct compute<float> {
 template <> struct compute<double> {
     DEV double of(int op, double a, double b, settings s)
     {
-        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* integers are truncated after
-                                                                                     * this */
+        if (op == PS_OP_affine) return __dadd_rn(__dmul_rn(s.alpha, a), s.beta);    /* if y has an integer type, the
+                                                                                     * caller truncates the result */
         return of_floats(op, a, b, s);
     }
 };
@@ -207,7 +209,7 @@ template <class A> static __global__ void any_kernel(int op, settings s, operand
 }
 
 /* -- 16 bytes at a time: all operands of type T, in the same order in memory --------------------------------------- */
-/* If OP is not negative, the op is known when the kernel is compiled. */
+/* If OP is not negative, it replaces op, so that the compiler knows the op. */
 template <class T, int OP>
 DEV typename type_info<T>::acc flat_element(int op, typename type_info<T>::acc a, typename type_info<T>::acc b,
                                             settings s)
@@ -434,7 +436,7 @@ static int act_mul(ps_call *call)
     return run(call->op, s, &call->out[0], &call->in[0], &call->in[1]);
 }
 
-/* All operands are contiguous. dx and dup can be NULL. */
+/* Computes dx and dup, either of which can be NULL. All operands are contiguous. */
 template <class T>
 static __global__ void act_mul_backward_kernel(int act, const T *x, const T *up_, const T *dy, T *dx, T *dup, int64_t n,
                                                bool aligned)
@@ -492,7 +494,7 @@ static int axpy_(ps_call *call)
     return run(call->op, s, &call->in[0], &call->in[0], &call->in[1]);
 }
 
-/* Multiplies x by a factor that stays on the device, so that the host does not wait for it. */
+/* Multiplies x by alpha and by a factor in device memory (`by`), so that the host need not wait for the factor. */
 template <class T> static __global__ void scale_by_kernel(T *x, int64_t n, bool aligned, double alpha, const void *by,
                                                           int by_type)
 {

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products. They are computed by cuBLASLt if it has a kernel for the types and strides, and otherwise by a plain
- * tiled kernel in this file. The algorithm that cuBLASLt chooses for a problem is stored, so later steps do not ask
- * again.
+ * Matrix products. cuBLASLt computes a product if it supports the types and strides. Otherwise a plain tiled kernel in
+ * this file computes it. The algorithm that cuBLASLt chooses for a product is stored for later steps.
  *
  * If cuBLASLt splits a sum, it must add the parts in fp32 and in a fixed order. Algorithms that reduce in place, or
  * that round the parts to the output's type, are excluded. */
@@ -63,8 +62,8 @@ static cublasLtHandle_t lt;
 static void *workspace;
 
 /* A product in the form that cuBLASLt expects. Its matrices are column-major, so we request y^T = b^T a^T instead of y
- * = a b. cuBLASLt's A is our b, its B is our a, and its m is our number of columns. The key has every property that can
- * change the choice of the algorithm. Keys are compared byte by byte. */
+ * = a b. cuBLASLt's A is our b, its B is our a, and its m is our number of columns. The key contains every property
+ * that can change the choice of the algorithm. Keys are compared byte by byte. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
     int32_t type_a, type_b, type_d, turn_a, turn_b, epilogue, beta;
@@ -79,7 +78,7 @@ struct lt_entry {
 };
 enum { ENTRIES = 1024 };
 static lt_entry *entries;                            /* hash table with open addressing; it is cleared when three
-                                                      * quarters are in use */
+                                                      * quarters of its entries are in use */
 static int n_entries;
 
 static int lt_check(cublasStatus_t s, const char *what)
@@ -94,9 +93,9 @@ static cudaDataType_t data_type(int dtype)
     return dtype == PS_F32 ? CUDA_R_32F : dtype == PS_BF16 ? CUDA_R_16BF : dtype == PS_F16 ? CUDA_R_16F : CUDA_R_64F;
 }
 
-/* Returns the alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256 bytes, but slices
- * need not. With a larger alignment in the key, the product of a slice could use another algorithm than the product of
- * a copy of that slice. The two results could then differ in the last bits. */
+/* Returns the alignment of an address in bytes, at most 16. The limit of 16 has a reason: a whole tensor starts at a
+ * multiple of 256 bytes, but a slice may not. If the key contained alignments above 16, the product of a slice could
+ * use another algorithm than the product of a copy of the slice. The two results could then differ in the last bits. */
 static int alignment(const void *p)
 {
     uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* lowest set bit */
@@ -138,8 +137,8 @@ static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
     }
 }
 
-/* Sets the pointers of the product in its description, because the library checks their alignment when it chooses an
- * algorithm. */
+/* Sets the addresses of the bias (or sums) and of `pre` in the description of the product. They must be set before
+ * cuBLASLt chooses an algorithm, because it checks their alignment. */
 static int set_pointers(const lt_entry *e, const ps_cu_gemm *g)
 {
     const void *vector = g->bias ? g->bias : g->sums;
@@ -278,7 +277,7 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     return true;
 }
 
-/* Runs the product. If the library rejects the algorithm that it chose, the function sets e->none and computes
+/* Runs the product. If cuBLASLt rejects the algorithm that it has chosen, the function sets e->none and computes
  * nothing. */
 static int run_lt(const ps_cu_gemm *g, lt_entry *e)
 {

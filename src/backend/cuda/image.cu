@@ -53,8 +53,8 @@ struct resample_call {
     int64_t numel, in[2], out[2];                    /* sizes of x and y */
 };
 
-/* Sets [*first, *end) to a range that includes all results which depend on element j. The map goes from `in` elements
- * to `out` results. */
+/* Resampling computes `out` results from `in` elements. Sets [*first, *end) to a range that includes all results that
+ * depend on element j. */
 DEV void results_of(const ps_attrs_resample &a, int d, int64_t in, int64_t out, int64_t j, int64_t *first, int64_t *end)
 {
     int64_t before = a.padding[d], after = a.padding[d + 2];
@@ -78,7 +78,7 @@ DEV void results_of(const ps_attrs_resample &a, int d, int64_t in, int64_t out, 
     if (*end > out) *end = out;
 }
 
-/* Returns the weight with which element j contributes to the result. */
+/* Returns the weight of element j in the result that `t` describes. */
 DEV double weight_in(const ps_tap &t, int64_t j)
 {
     return j < t.first || j >= t.end ? 0 : j == t.end - 1 ? t.last : t.weight;
@@ -101,7 +101,8 @@ template <class T> static __global__ void resample_kernel(const __grid_constant_
     }
 }
 
-/* The transpose of resampling: x has the size of the map's results, and y has the size of the map's input. */
+/* Computes the transpose of resampling, which maps results back to inputs. x has the size of the results of resampling,
+ * and y has the size of its input. */
 template <class T> static __global__ void resample_back_kernel(const __grid_constant__ resample_call p)
 {
     typedef typename type_info<T>::acc A;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul, linear, mlp, lm_loss and their gradients. They accept operands with any strides and pass them to
- * gemm.cu as matrices. Dimensions are merged if the strides allow it. Otherwise the operand is first copied to
- * contiguous workspace. */
+ * The ops matmul, linear, mlp, lm_loss and their gradients. The ops accept operands with any strides and pass them to
+ * gemm.cu as matrices. The leading dimensions of an operand are merged if its strides allow it. Otherwise the operand
+ * is first copied to contiguous workspace. */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 #include "backend/dims.h"
@@ -48,7 +48,8 @@ static int product_of(ps_call *call, const ps_view *x, const ps_view *w, bool ou
     int64_t O = ps_cu_last(y);
     memset(g, 0, sizeof *g);
     g->batch = 1;
-    if (x->numel == 0) {                             /* the sums have no terms, so the strides do not matter */
+    if (x->numel == 0) {                             /* the sums of products have no terms, so the strides do not
+                                                      * matter */
         g->a = matrix(x->data, x->dtype, y->numel / O, 0, 1, 1);
         g->b = matrix(w->data, w->dtype, 0, O, 1, 1);
     } else {
@@ -114,8 +115,8 @@ static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, bool add)
     return run_part(call, PS_OP_sum, &attrs, 1, &rows, db);
 }
 
-/* Returns whether a product can write the vector db directly. This is so if nothing is added to db, and if db has the
- * result's type. */
+/* Returns whether a product can write the vector db directly. It can if `add` is false and db has the type of
+ * `result`. */
 static bool may_write(const ps_view *db, bool add, const ps_view *result) { return !add && db->dtype == result->dtype; }
 
 static int linear_grad(ps_call *call)
@@ -179,7 +180,8 @@ static int mlp(ps_call *call)
     }
     if (h.numel > 0 && !done) {
         ps_attrs_gelu gelu = { 1 };
-        ps_view *before = ps_has(&pre) ? &pre : &h;          /* computed in place if no output stores it */
+        ps_view *before = ps_has(&pre) ? &pre : &h;          /* the input of GELU is computed in h if there is no output
+                                                              * `pre` */
         g.dst.data = before->data;
         PS_TRY(ps_cuda_gemm(call, &g));
         PS_TRY(run_part(call, PS_OP_gelu, &gelu, 1, before, &h));
@@ -200,8 +202,9 @@ static bool sums_beside_slope(const ps_view *pre, const ps_view *d)
            d->numel > 32 * cols && ((uintptr_t)d->data | (uintptr_t)pre->data) % 16 == 0;
 }
 
-/* Computes the product and the gradient of GELU in two passes. cuBLASLt has an epilogue that does both (DGELU). On an
- * H200, that epilogue takes more than twice as long, and its tanh is off by 2e-5 in fp32. */
+/* Computes the product and the gradient of GELU in two passes. cuBLASLt has an epilogue that computes both in one pass
+ * (DGELU). On an H200, a product with this epilogue takes more than twice as long as two passes, and its tanh has an
+ * error of 2e-5 in fp32. */
 static int linear_gelu_backward(ps_call *call)
 {
     const ps_attrs_linear_gelu_backward *a = (const ps_attrs_linear_gelu_backward *)call->attrs;
@@ -238,7 +241,7 @@ static int operand(ps_call *call, ps_view *v, ps_cu_mat *out)
     return 0;
 }
 
-/* If all batches share one b, replaces the batch of products by one product of all rows. */
+/* If all products of the batch have the same b, replaces them by one product of the rows of all batches. */
 static bool merge_rows(ps_cu_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1) return false;
@@ -299,15 +302,16 @@ static int matmul(ps_call *call)
  * own memory. dw is summed over all panels in fp32 and rounded once. db is rounded once per panel.
  *
  * Products are fast if each row begins at a multiple of 16 bytes and its length is a multiple of 16 bytes. So each row
- * of logits begins at a multiple of 64 elements. A row of logits whose length in bytes is not a multiple of 16 is
- * padded (for example for GPT-2's vocabulary of 50,257). For that, w is copied and gets rows of zeros at its end. The
- * logits of these rows are ignored and have no gradient. */
+ * of logits begins at a multiple of 64 elements. If the length of a row of logits in bytes is not a multiple of 16
+ * (GPT-2's vocabulary has 50,257 entries), the row is padded. To pad it, w is copied and extended by rows of zeros. The
+ * logits of the added rows are ignored and have no gradient. */
 struct lm_problem {
     int64_t N, V, C;                                         /* x [N, C], w [V, C] */
     ps_cu_lm size;
     int dtype;
     bool want_dx, want_dw, want_db;
-    void *logits, *grad, *loss, *w, *dw;                     /* w and dw are [wide, C]; dw is memory for its sum */
+    void *logits, *grad, *loss, *w, *dw;                     /* w and dw are [wide, C]; dw contains the sum of the
+                                                              * panels' dw */
     void *bias;                                              /* [wide], or NULL */
     long long *count;
     unsigned long long *hits;                                /* or NULL */

@@ -1,25 +1,28 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The wire of device cuda. It moves bytes between the GPUs of several processes, over NCCL. The library is loaded when
- * a group first uses memory of the device, so a machine without NCCL can still use its device.
+ * a group of ranks first exchanges memory of the device, so a machine without NCCL can still use its device.
  *
- * The wire uses only NCCL's sends and receives, one group of them per exchange. NCCL's reductions are not used because
- * they add in another order and round every partial sum to the type that is sent. Communicators are non-blocking: each
- * call returns at once and is polled until it ends. A peer that has died therefore blocks no rank.
+ * The wire uses only NCCL's sends and receives. Each exchange is one NCCL group of sends and receives. NCCL's
+ * reductions are not used, because they do not add in the order of the ranks and round every partial sum to the type
+ * that is sent. Communicators are non-blocking: each call returns at once and is polled until it ends. A peer that has
+ * died therefore blocks no rank.
  *
  * Streams: exchanges run on the stream `moving`. Sums and copies run on the stream `adding`, so that they can overlap
- * the next exchange. Events order the two streams: a sum runs after the exchange that it follows, and an exchange runs
- * after the earlier sums. The argument `after` names a mark. Both streams wait for the work that `compute` had when
- * that mark was made. `compute` waits for the end of a wire's work by an event (event_follow).
+ * the next exchange. Events order the two streams: a sum runs after the exchange that was passed to `follow`, and an
+ * exchange runs after the earlier sums. The function `after` takes a mark. It makes both streams wait for the work that
+ * was queued on `compute` when the mark was made. `compute` waits for the end of a wire's work by an event
+ * (event_follow).
  *
  * Threads: `mark`, event_now and event_follow must be called by the backend's thread. Any thread can call the other
- * functions. They use only one field of ps_cu, the device's index.
+ * functions, because they use only one field of ps_cu, the device's index.
  *
  * If another rank never joins an exchange, the exchange blocks `compute` until the communicator is aborted. Results
  * that are computed after the abort are invalid, and reads of memory report this (lost).
  *
- * Ending: NCCL's threads serve the peers on the same machine until those peers end, too. So both ways of ending a
- * communicator may wait for other ranks. They run on a separate thread, which is abandoned after a few seconds. A
- * connection without errors is finalized first, because its last bytes may not have reached the network yet. */
+ * Ending: NCCL's threads serve the peers on the same machine until those peers end, too. So both destroying and
+ * aborting a communicator may wait for other ranks. They run on a separate thread, which is abandoned after a few
+ * seconds. If there was no error, the communicator is finalized first, because its last bytes may not have reached the
+ * network yet. */
 #include <atomic>
 #include <chrono>
 #include <new>
@@ -60,7 +63,8 @@ static struct {
 enum { NOTHING = -1, CONNECTION = PS_WIRE_LANES };
 
 struct ps_wire {
-    ncclComm_t comm;                           /* NULL in a world of one rank without NCCL, and after an abort */
+    ncclComm_t comm;                           /* NULL after an abort, and for a world of one rank, which does not use
+                                                * NCCL */
     /* number: the device's index, stored here because a wire can be closed after the device */
     int rank, size, number;
     cudaStream_t moving, adding;
@@ -79,8 +83,8 @@ static int check(cudaError_t e, const char *what)
 }
 #define TRY_CUDA(call) PS_TRY(check((call), #call))
 
-/* Reports an error of NCCL. NCCL can have a second text with more details, which is included. If the device has failed,
- * the report names this failure as the cause of failed connections. */
+/* Reports an error of NCCL, with NCCL's text of details if there is one. If the device has failed, reports the device's
+ * error instead, because it is the cause of the failed connections. */
 static int nccl_failed(const ps_wire *w, ncclResult_t r, const char *what)
 {
     cudaError_t e = w && w->ended[0] ? cudaEventQuery(w->ended[0]) : cudaSuccess;
@@ -128,7 +132,7 @@ static int load(ps_backend *be)
     return PS_EUNSUP;
 }
 
-/* Writes a name of the device that other ranks can compare: the host name and the PCI address. */
+/* Writes the device's PCI address and the host name, so that ranks can find out whether they share a device. */
 static int device_name(ps_backend *be, char *name)
 {
     char host[64] = "", bus[24] = "";
@@ -154,8 +158,8 @@ static void end_comm(ncclComm_t comm, bool sound, double seconds)
 {
     typedef std::chrono::steady_clock clock;
     const auto until = clock::now() + std::chrono::milliseconds((int64_t)(seconds * 1e3));
-    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* deleted by the later of the two threads
-                                                                          * that use it */
+    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* deleted by the thread, of the two that use
+                                                                          * it, that ends its use last */
     if (!told) return;
     auto work = [comm, sound, until, told] {
         ncclResult_t r = sound ? nccl.finalize(comm) : ncclRemoteError;
@@ -190,8 +194,8 @@ static void let_go(ps_wire *w, bool sound)
 static void lose(ps_backend *be, int code, const char *why) { ps_cuda_lose(code, why); }
 static int lost(ps_backend *be, bool told) { return ps_cuda_lost(told); }
 
-/* Waits for sums and copies, because they use the callers' memory. Even after an error, they run only after the
- * exchanges before them have ended. */
+/* Waits for sums and copies, because they use the callers' memory. Even after an error, a sum or copy runs only after
+ * the earlier exchanges have ended. */
 static void wait_for_local(const ps_wire *w, double seconds)
 {
     typedef std::chrono::steady_clock clock;
@@ -293,13 +297,14 @@ static int after(ps_wire *w, int i)
     return 0;
 }
 
-/* Ends a group of calls and reports the first failure. The group is ended even after a failure. */
+/* Ends a group of calls and reports the first failure. The group must be ended even if a call of it has failed
+ * (`sent`). */
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
     ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
-    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* r becomes the error
-                                                                                              * of an earlier
-                                                                                              * exchange */
+    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* an earlier exchange has
+                                                                                              * failed: reports its
+                                                                                              * error */
     if (!went(r)) return nccl_failed(w, r, what);
     w->starting = lane;
     return 0;
@@ -316,7 +321,8 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
-    for (int i = 1; went(r) && i < w->size; i++) {       /* starts with the next rank, to distribute the load */
+    for (int i = 1; went(r) && i < w->size; i++) {       /* each rank starts with its next rank, so that not all ranks
+                                                          * send to the same rank */
         int to = (w->rank + i) % w->size, from = (w->rank - i + w->size) % w->size;
         if (recv[from].nbytes)
             r = nccl.recv(recv[from].address, (size_t)recv[from].nbytes, ncclUint8, from, w->comm, w->moving);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Layer norm and RMS norm over the last dimension C, in fp32 (fp64 for fp64 operands). The gradients of w and b are
- * sums over rows. Rows are first summed in parts whose number depends only on the shape. The parts are then added in a
- * fixed order. `dx` can share the memory of `add` or dy, because a thread reads its elements of `add` and dy before it
- * writes the same elements of dx.
+ * sums over rows. The rows are divided into parts, whose number depends only on the shape. Each part is summed first.
+ * The sums of the parts are then added in a fixed order. `dx` can share the memory of `add` or dy, because a thread
+ * reads its elements of `add` and dy before it writes the same elements of dx.
  *
  * If rows are aligned, and w and b have the rows' type, a thread computes 16 bytes of columns (a "slice"). A block
  * processes up to four rows at a time. Inputs are read once and kept in registers. The sums for w and b are computed in
- * the same pass as dx. Otherwise a block computes one row and reads it several times. */
+ * the same pass as dx. In all other cases, a block computes one row and reads it several times. */
 #include "backend/cuda/device.h"
 
 /* Sums each element of v[n] over a block of full warps. All threads get the sums. */
@@ -42,11 +42,11 @@ template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
     return w.p ? access<A>::load(w.p, w.dtype, c) : otherwise;
 }
 
-/* Kernels of slices are compiled for blocks of at most FEW or at most MANY threads. They process FEW_ROWS or MANY_ROWS
- * rows at a time, which is as many as the registers allow. */
+/* Kernels of slices are compiled for two block sizes. Blocks of at most FEW threads process FEW_ROWS rows at a time.
+ * Blocks of at most MANY threads process MANY_ROWS rows at a time. The registers do not suffice for more rows. */
 enum { FEW = 256, FEW_ROWS = 4, MANY = 512, MANY_ROWS = 2 };
-/* has_slices returns whether kernels of slices support rows of C elements. They do if a row consists of whole packs, at
- * most one for each thread of a block. fits returns whether a vector is aligned and has the rows' type. */
+/* has_slices() returns whether kernels of slices support rows of C elements: a row must consist of whole packs, at most
+ * one for each thread of a block. fits() returns whether a vector is aligned and has the rows' type. */
 template <class T> static bool has_slices(int64_t C) { return C % pack<T>::n == 0 && C / pack<T>::n <= MANY; }
 template <class T> static bool fits(const weights &w)
 {
@@ -172,8 +172,8 @@ static int rms_norm(ps_call *call)
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* With n = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - n * mean(g * n)) + add. For RMS norm, the term
- * mean(g) is omitted. */
+/* Let n = (x - mean) * rstd and g = dy * w. Then dx = rstd * (g - mean(g) - n * mean(g * n)) + add. For RMS norm, the
+ * term mean(g) is omitted. */
 template <class T, bool RMS>
 KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const void *mean_in, const void *rstd_in,
                                  const T *add, int64_t rows, int64_t C)
@@ -196,8 +196,8 @@ KERNEL_UP_TO(1024, 1) dx_kernel(T *dx, const T *dy, const T *x, weights w, const
     }
 }
 
-/* Writes parts [2][P][C]: for each part of the rows, the sums of dy * n and the sums of dy. A block has 32 columns and
- * 8 rows of threads. */
+/* Writes parts [2][P][C]. parts[0] contains the sums of dy * n for each of the P parts of the rows, and parts[1]
+ * contains the sums of dy. A block has 32 columns and 8 rows of threads. */
 template <class T, bool RMS>
 static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const void *mean_in, const void *rstd_in,
                                  int64_t rows, int64_t C)
@@ -217,13 +217,14 @@ static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const voi
     shared[1][line][column] = db;
     __syncthreads();
     if (line > 1 || c >= C) return;
-    A sum = 0;                                       /* line 0 sums the parts for dw, and line 1 those for db */
+    A sum = 0;                                       /* line 0 computes the sum for dw, and line 1 computes the sum for
+                                                      * db */
     for (int k = 0; k < 8; k++) sum += shared[line][k][column];
     ((A *)parts)[(line * P + blockIdx.y) * C + c] = sum;
 }
 
 /* Computes dx and parts. `parts` has the same contents as in dw_kernel. dx, add and parts can be NULL. Block p
- * processes the rows p step .. (p + 1) step - 1. */
+ * processes the rows p * step to (p + 1) * step - 1. */
 template <class T, bool RMS, int MOST, int ROWS>
 KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const T *x, const T *w, const void *mean_in,
                                              const void *rstd_in, const T *add, void *parts, int64_t rows, int64_t C)
@@ -254,7 +255,7 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
         for (int r = 0; r < ROWS; r++) {
             sums[r] = sums[ROWS + r] = 0;
 #pragma unroll
-            for (int k = 0; k < W; k++) {            /* missing elements have dy = 0, so they add 0 */
+            for (int k = 0; k < W; k++) {            /* elements after the end have dy = 0, so they add 0 */
                 A n = (lane<T>(v[r], k) - mean[r]) * rstd[r], g = lane<T>(d[r], k);
                 dw[k] += g * n;
                 db[k] += g;
@@ -295,8 +296,8 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
     }
 }
 
-/* Sums the parts [2, P, C]. A block writes the sums to dw if blockIdx.y is 0, and to db if it is 1. A block has 32
- * columns. Line l of its threads sums the parts l, l + LINES, l + 2 LINES, ... */
+/* Sums `parts` [2, P, C] over P. A block writes the sums to dw if blockIdx.y is 0, and to db if blockIdx.y is 1. A
+ * block has 32 columns and LINES lines of threads. Line l sums the parts l, l + LINES, l + 2 * LINES, ... */
 enum { LINES = 32 };
 template <class A>
 KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int db_type, const A *parts, int64_t P,
@@ -312,7 +313,8 @@ KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int
         if (c < C) sum += from[p * C];
     shared[line][column] = sum;
     __syncthreads();
-    sum = warp_all<op_add>(shared[column][line]);    /* this warp sums column `line`: each lane has one line's sum */
+    sum = warp_all<op_add>(shared[column][line]);    /* this warp adds the sums of all lines for column `line`; each
+                                                      * lane reads the sum of one line */
     c = (int64_t)blockIdx.x * 32 + line;
     if (column != 0 || c >= C) return;
     if (blockIdx.y == 0 && dw) access<A>::store(dw, dw_type, c, sum);

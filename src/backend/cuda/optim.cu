@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers that update lists of tensors in one launch. This file also sums squares, and stores gradients together
- * with their sums of squares. ref/optim.c has the formulas and their sources.
+ * Optimizers that update a list of tensors in one launch. This file also contains kernels that sum squares, and kernels
+ * that store gradients and sum the squares of what they store. The formulas and their sources are in ref/optim.c.
  *
- * The update of an element depends only on that element. The result is bit-identical to that of the cpu backend,
+ * The update of an element depends only on this element. Results are bit-identical to the results of the cpu backend,
  * because the kernels use explicit fused multiply-adds, IEEE division and square root, and constants that the host
- * computes once. An element is read before it is written, so operands can share memory (master or grad with param). */
+ * computes once. An element is read before it is written, so master or grad can share the memory of param. */
 #include "backend/cuda/optim.h"
 
 /* -- Adam ---------------------------------------------------------------------------------------------------------- */
@@ -21,7 +21,7 @@ DEV void adam_step(const adam_constants &h, float g, float *p, float *m, float *
     *p = __fmaf_rn(-h.step, __fdiv_rn(*m, denominator), *p);
 }
 
-/* Like adam_step, for one element whose master is fp64. */
+/* Like adam_step(), for one element whose master is fp64. */
 DEV void adam_double(const ps_attrs_adam_ &a, const item &it, int64_t i)
 {
     double c1 = 1 - a.beta1, c2 = 1 - a.beta2, wd = a.weight_decay;
@@ -161,8 +161,8 @@ static int sgd_(ps_call *call)
 }
 
 /* -- sums of squares, and gradients as they are stored ------------------------------------------------------------- */
-/* Sums the squares of src [numel]. If dst is not NULL, src is also copied to dst, and the squares are those of the
- * stored values. Each block sums one unit at a time. */
+/* Sums the squares of src [numel]. If dst is not NULL, src is also copied to dst, and the stored values are squared
+ * instead. Each block sums one unit at a time. */
 struct squares_item { const void *src; void *dst; int64_t numel, first_unit; int src_type, dst_type; };
 struct squares_work {
     int n;
@@ -173,8 +173,9 @@ struct squares_work {
 enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements per block and
                                                                                      * elements per thread */
 
-/* Returns the sum of squares of this thread's elements. They are groups of four elements, starting at `first`. The
- * distance between two groups is one block's width. The order of additions does not depend on the alignment. */
+/* Returns the sum of the squares of this thread's elements. The elements form groups of four. The first group begins at
+ * `first`, and the distance between two groups is 4 * THREADS elements. The order of additions does not depend on the
+ * alignment. */
 template <class T> DEV double squares_of(const squares_item &it, int64_t first)
 {
     typedef typename four<T>::raw raw;
@@ -235,7 +236,7 @@ KERNEL_UP_TO(THREADS) squares_kernel(double *parts, const __grid_constant__ squa
     }
 }
 
-/* Adds up the parts of one tensor per block. */
+/* Each block adds up the partial sums of one tensor. */
 static __global__ void squares_total_kernel(double *out, const double *parts, const __grid_constant__ squares_work w)
 {
     int64_t first = w.it[blockIdx.x].first_unit;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Code that optim.cu, update.cu and whole.cu share: lists of tensors for one launch, masters, and arithmetic. The
- * compiler cannot fuse this arithmetic, so updates are bit-identical to those of the cpu backend. */
+ * compiler cannot fuse this arithmetic, so updates are bit-identical to the updates of the cpu backend. */
 #ifndef PS_CUDA_OPTIM_H
 #define PS_CUDA_OPTIM_H
 #include "backend/cuda/device.h"
@@ -104,8 +104,8 @@ template <class A> DEV void master_put(const item &it, int64_t i, A p)
     access<A>::store(it.param, it.param_type, i, p);
 }
 
-/* Load and store four adjacent elements of aligned operands. masters<P> has fp32 masters and parameters of type P.
- * masters<remainders> has masters that are stored as remainders. */
+/* Load and store four adjacent elements of aligned operands. masters<P> is for fp32 masters and parameters of type P.
+ * masters<remainders> is for masters that are stored as remainders. */
 struct remainders;
 template <class P> struct masters {
     DEV void get(const item &it, int64_t i, float *p)
