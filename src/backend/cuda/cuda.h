@@ -85,9 +85,8 @@ int ps_cuda_time_read(ps_backend *be, bool wait, ps_record_event *out);
 struct ps_copy_times { cudaEvent_t from, to; };                     /* recorded at the beginning and at the end of a
                                                                      * copy; NULL if times are not recorded */
 int ps_cuda_copy_times(ps_copy_times *t, cudaStream_t lane, bool begins);
-int ps_cuda_copy_times_read(ps_copy_times *t, int64_t ns[2]);       /* sets ns to the times at which a finished copy
-                                                                     * began and ended, or to 0 if the times are
-                                                                     * unknown */
+/* Sets ns to the times at which a finished copy began and ended, or to 0 if the times are unknown. */
+int ps_cuda_copy_times_read(ps_copy_times *t, int64_t ns[2]);
 void ps_cuda_times_close(void);
 
 /* -- kernels, one table per file ----------------------------------------------------------------------------------- */

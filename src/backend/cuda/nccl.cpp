@@ -302,9 +302,8 @@ static int after(ps_wire *w, int i)
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
     ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
-    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* an earlier exchange has
-                                                                                              * failed: reports its
-                                                                                              * error */
+    /* if an earlier exchange has failed, its error is reported */
+    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;
     if (!went(r)) return nccl_failed(w, r, what);
     w->starting = lane;
     return 0;

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Products with packed weights, which are stored in the blocks of base/blocks.h. The formulas of base/blocks.h are
- * repeated here operation by operation, so each number is bit-identical to that of ref. If x has at most PS_PACKED_ROWS
- * rows, the blocks are multiplied directly, in fp32. If x has more rows, panels of the matrix are unpacked to the type
- * of x, and cuBLASLt multiplies the panels. */
+ * Products with packed weights. Packed weights are stored in the blocks of base/blocks.h. The formulas of base/blocks.h
+ * are repeated here operation by operation, so results are bit-identical to the results of the device ref. If x has at
+ * most PS_PACKED_ROWS rows, a kernel multiplies the blocks directly, in fp32. If x has more rows, panels of the weight
+ * are unpacked to the type of x, and cuBLASLt multiplies x by the panels. */
 #include "backend/cuda/device.h"
 #include "base/blocks.h"
 
 enum { RUN = 8 };                                    /* values that a thread unpacks at a time */
 
-/* The sizes of a block type, and the values of NF4. The struct is passed to kernels by value. */
+/* A block type with the sizes of its blocks, and the table of NF4's values. The struct is passed to kernels by
+ * value. */
 struct packed_type {
     int type, block, bytes;
     float nf4[16];
@@ -44,7 +45,7 @@ DEV uint32_t u32_at(const uint8_t *s)
 {
     return (uint32_t)s[0] | (uint32_t)s[1] << 8 | (uint32_t)s[2] << 16 | (uint32_t)s[3] << 24;
 }
-/* Returns entry i of a table of 16 signed bytes, which are packed in two words. */
+/* Returns entry i of a table of 16 signed bytes. Entries 0 to 7 are packed in `low`, and entries 8 to 15 in `high`. */
 DEV int entry(uint64_t low, uint64_t high, int i) { return (int8_t)((i < 8 ? low : high) >> (i % 8 * 8)); }
 DEV int iq4_value(int i) { return entry(0xf6eaddcfbfad9881ull, 0x7159453526190d01ull, i); }
 DEV int mxfp4_twice(int i) { return entry(0x0c08060403020100ull, 0xf4f8fafcfdfeff00ull, i); }
@@ -57,8 +58,9 @@ DEV void part_scale(const uint8_t *s, int p, int *scale, int *min)
     *min = p < 4 ? s[4 + p] & 63 : s[4 + p] >> 4 | (s[p] >> 6) << 4;
 }
 
-/* Unpacks a run of 8 numbers from a block of 32. Number k < 16 is in the low half of byte k, and number 16 + k is in
- * the high half of byte k. A run begins at a multiple of 8, so its numbers are in the same half of 8 bytes. */
+/* Unpacks a run of 8 numbers from a block of 32, starting at number k. Byte b of a block holds number b in its low half
+ * and number 16 + b in its high half. k is a multiple of 8, so the run is in the low halves or in the high halves of 8
+ * bytes. */
 DEV void unpack_32(int type, const uint8_t *s, int k, float *v)
 {
     int shift = k < 16 ? 0 : 4, at = k % 16;
@@ -91,7 +93,8 @@ DEV void unpack_q8_0(const uint8_t *s, int k, float *v)
     for (int j = 0; j < RUN; j++) v[j] = times(d, (int8_t)s[2 + k + j]);
 }
 
-/* Unpacks a run of NF4 codes and multiplies them by the scale `most`. Number 2 k is in the high half of byte k. */
+/* Unpacks a run of NF4 codes, starting at code k, and multiplies the values by the scale `most`. The high half of byte
+ * b holds code 2 b, and the low half holds code 2 b + 1. */
 DEV void unpack_nf4(const float *table, float most, const uint8_t *codes, int k, float *v)
 {
 #pragma unroll
@@ -159,17 +162,18 @@ DEV void unpack_iq4_xs(const uint8_t *s, int n, float *v)
     for (int j = 0; j < RUN; j++) v[j] = times(by, iq4_value(s[8 + 16 * p + k % 16 + j] >> (k < 16 ? 0 : 4) & 15));
 }
 
-/* A part of a packed matrix. It has `rows` rows with a stride of row_nbytes bytes. Each row has per_row runs. */
+/* Consecutive rows of a packed matrix, or some columns of them. There are `rows` rows, row_nbytes bytes apart. Each row
+ * has per_row runs. */
 struct packed_part {
     packed_type t;
     const uint8_t *w;
     int64_t rows, row_nbytes, per_row;
     const float *scales;                             /* scales of a weight in NF4_DOUBLE; otherwise NULL */
-    int64_t first, row_blocks;                       /* first: number of the block at w, counted in the weight.
-                                                      * row_blocks: blocks per row */
+    int64_t first, row_blocks;                       /* first: index, in the whole weight, of the block at w.
+                                                      * row_blocks: number of blocks per row of the whole weight */
 };
 
-/* Unpacks a run of 8 numbers of a row. `run` is counted from the row's first block in the part. */
+/* Unpacks a run of 8 numbers of a row. Run 0 begins with the row's first block in the part. */
 DEV void unpack_run(const packed_part &p, int64_t row, int64_t run, float *v)
 {
     int each = p.t.block / RUN;
@@ -226,7 +230,7 @@ template <class T> static int run_unpack(void *y, const packed_part &p)
     return 0;
 }
 
-/* `scales` is absent if the type has none. */
+/* `scales` is absent if the block type needs no separate scales. */
 static packed_part part_of(int type, const ps_view *w, const ps_view *scales, int64_t rows, int64_t row_nbytes)
 {
     packed_type t = type_of(type);
@@ -271,8 +275,8 @@ static int pack_op(ps_call *call)
 }
 
 /* -- few rows ------------------------------------------------------------------------------------------------------ */
-/* Rounds parts of 32 elements to 8 bits as in base/blocks.h, and multiplies the rounded integers by their scale. Each
- * warp rounds one part. */
+/* Rounds x to 8 bits as in base/blocks.h. Each part of 32 elements has its own scale. Writes the rounded integers,
+ * multiplied by their scale, to `to`. Each warp rounds one part. */
 template <class T> KERNEL_UP_TO(THREADS) round_kernel(typename type_info<T>::acc *to, const T *x, int64_t parts)
 {
     for (int64_t part = FIRST_ELEMENT / 32; part < parts; part += ALL_THREADS / 32) {
@@ -363,8 +367,8 @@ static ps_cu_mat matrix(void *data, int dtype, int64_t rows, int64_t cols, int64
     return m;
 }
 
-/* Computes y [M, N] = x [M, K] w^T + bias + residual. It unpacks one panel of rows of w at a time, and computes the
- * columns of y that belong to those rows. */
+/* Computes y [M, N] = x [M, K] w^T + bias + residual. Unpacks one panel of rows of w at a time, and computes the
+ * matching columns of y. */
 static int forward(const packed_product &p)
 {
     int64_t step = ps_cu_packed_rows(p.N, p.K, p.y->dtype);
@@ -390,8 +394,8 @@ static int forward(const packed_product &p)
     return 0;
 }
 
-/* Computes y [M, K] = x [M, N] w. It unpacks one panel of columns of w at a time, and computes the same columns of y.
- * So each sum is complete after one product and is rounded once. */
+/* Computes y [M, K] = x [M, N] w. Unpacks one panel of columns of w at a time, and computes the same columns of y. One
+ * product thus computes a whole sum, which is rounded once. */
 static int backward(const packed_product &p)
 {
     int64_t step = ps_cu_packed_cols(p.N, p.K, p.y->dtype);

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Pins host memory when it is copied for the first time. The whole pages that the copy uses, and that are not pinned
- * yet, are pinned. Pinned ranges never overlap. A range can end within a copy, because blocks of an arena share pages
- * at their ends, so a copy may use several ranges. Copies of unpinned memory reach only a fraction of the link's rate.
+ * Pins host memory when it is copied for the first time. All pages that the copy touches are pinned, unless they are
+ * pinned already. Pinned ranges never overlap. Two blocks of an arena can share the page at which one ends and the
+ * other begins, so a pinned range can end within a block, and a copy may use several ranges. Copies of unpinned memory
+ * reach only a fraction of the link's rate.
  *
  * Budgets limit the number of pinned bytes. In addition, this file pins at most seven eighths of the machine's memory.
  *
- * Before host.c returns pages to the system, it calls the function that ps_host_region_watch has set. That function
- * unpins the pages. Otherwise the device would read pages that the process no longer has. */
+ * Before host.c returns pages to the system, it calls a function of this file, which unpins the pages
+ * (ps_host_region_watch). Otherwise the device would read pages that the process no longer owns. */
 #include <unistd.h>
 #include "backend/cuda/cuda.h"
 
@@ -16,7 +17,7 @@ struct range {
 };
 static range *ranges;                          /* sorted by address */
 static int64_t pinned;
-/* whether the system refused to pin more memory, and no range was unpinned since then */
+/* set when the system refuses to pin more memory; cleared when a range is unpinned */
 static bool full;
 
 static void let_go(uintptr_t begin, uintptr_t end)
@@ -41,7 +42,7 @@ static void let_go(uintptr_t begin, uintptr_t end)
 
 static void host_memory_goes(void *p, size_t nbytes) { let_go((uintptr_t)p, (uintptr_t)p + nbytes); }
 
-/* Pins [begin, end) and inserts the range before *at. No other range may overlap it. */
+/* Pins [begin, end) and inserts the range before *at. The range must not overlap other ranges. */
 static bool add(range **at, uintptr_t begin, uintptr_t end)
 {
     int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 8 * 7 * (int64_t)sysconf(_SC_PAGESIZE);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The functions of base/ that the plug-in calls. Each of them calls the function of the same name in the program that
- * opened the plug-in. */
+ * The functions of base/ that the plug-in calls. Each function here calls the function of the same name in the program
+ * that opened the plug-in. */
 #include <stdarg.h>
 #include <stdio.h>
 #include "backend/cuda/cuda.h"

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers, dropout and sampling. Each element has a counter, from which Philox computes the element's random
- * number. All devices compute the same numbers. */
+ * Random numbers, dropout and sampling. Each element has a counter. Philox computes the element's random number from
+ * the counter. All devices compute the same numbers. */
 #include "backend/cuda/device.h"
 
-/* Draws from [low, high). A number that rounds up to `high` is replaced by `low`, so that `high` never occurs in any
- * type. */
+/* Draws numbers from [low, high). If a number is rounded up to `high` in the tensor's type, it is replaced by `low`. */
 static __global__ void uniform_kernel(void *p, int dtype, int64_t n, ps_attrs_uniform_ a)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
@@ -24,7 +23,8 @@ static __global__ void normal_kernel(void *p, int dtype, int64_t n, ps_attrs_nor
     }
 }
 
-/* Computes low + floor(r * (high - low) / 2^64). r is the first two words of the counter's output. */
+/* Computes low + floor(r * (high - low) / 2^64), where r is the first two words that Philox computes for the element's
+ * counter. */
 static __global__ void randint_kernel(void *p, int dtype, int64_t n, ps_attrs_randint_ a)
 {
     uint64_t range = (uint64_t)a.high - (uint64_t)a.low;
@@ -64,12 +64,12 @@ static int randint_(ps_call *call)
     return 0;
 }
 
-/* Returns the index of the counter that element g shares with three others. Counters and elements are counted over all
- * samples. */
+/* Four elements of a sample share a counter. Returns the index of the counter of element g. A sample has n elements.
+ * Counters and elements are counted over all samples. */
 static __host__ __device__ inline int64_t four_of(int64_t g, int64_t n) { return g / n * ((n + 3) / 4) + g % n / 4; }
 
-/* Dropout of the elements first .. last. Samples have n elements. A thread processes the four elements of one counter.
- * If `whole` is set, it loads and stores all four at once. */
+/* Applies dropout to the elements from `first` to `last`. A sample has n elements. A thread processes the four elements
+ * of one counter. If `whole` is set, the thread loads and stores four elements at once. */
 template <class T>
 static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t last, int64_t n, ps_attrs_dropout a,
                                       double keep, bool whole)
@@ -96,9 +96,9 @@ static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t l
     }
 }
 
-/* Dropout of some rows of a larger tensor. `rows` has the index of each row in that tensor. Each row has `width`
- * elements of one sample, and a sample has n elements. A thread processes the elements of a row that share one
- * counter. */
+/* Applies dropout to x, which contains some rows of a larger tensor. `rows` contains the index of each row in the
+ * larger tensor. A row is `width` elements of one sample, and a sample has n elements. A thread processes the elements
+ * of a row that share one counter. */
 template <class T>
 static __global__ void dropout_rows_kernel(trap_to t, T *y, const T *x, const void *rows, int dtype, int64_t count,
                                            int64_t width, int64_t n, ps_attrs_dropout a, double keep)
@@ -155,9 +155,9 @@ static int dropout(ps_call *call)
 }
 
 /* -- sampling a token ---------------------------------------------------------------------------------------------- */
-/* Maps candidates to keys that are all different. Their descending order is the order of the candidates: by descending
- * logit, and among equal logits by ascending token. The high bits of a key are the logit, changed so that it can be
- * compared as an integer. The low bits are computed from the token. */
+/* Maps each candidate to a key. All keys differ. The descending order of the keys is the order of the candidates: by
+ * descending logit, and among equal logits by ascending token. The high bits of a key are the logit, changed so that it
+ * can be compared as an integer. The low bits are computed from the token. */
 template <class A> struct logit_order;
 template <> struct logit_order<float> {
     typedef uint64_t key;
@@ -202,7 +202,8 @@ template <class T> struct logits_row {
     }
 };
 
-/* Returns the total weight of the candidates whose keys are at least `least`. Weights below least_weight count as 0. */
+/* Returns the sum of the weights of the candidates whose keys are at least `least`. A weight below least_weight counts
+ * as 0. */
 template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_row<T>::K least)
 {
     double sum = 0;
@@ -213,8 +214,8 @@ template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_
 
 /* Finds the shortest prefix of the candidates whose total weight reaches `target`, or exceeds it if `past` is set. With
  * COUNT, each candidate has the weight 1. Returns the smallest key of the prefix. If rounding makes the total weight of
- * all candidates smaller than the target, returns the smallest key of all. Each pass finds four bits of the key, from
- * the sums of weights for the sixteen values of these bits. */
+ * all candidates smaller than `target`, returns the smallest key of all candidates. Each pass finds four bits of the
+ * key, from the sums of weights for the sixteen values of these bits. */
 template <bool COUNT, class T>
 DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits_row<T>::K least, double target,
                                          bool past)
@@ -222,8 +223,8 @@ DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits
     typedef typename logits_row<T>::K K;
     __shared__ int seen[16];
     K found = 0;
-    double before = 0;                                              /* total weight of all keys above those that can
-                                                                     * still be the result */
+    double before = 0;                                              /* total weight of the keys above the range that
+                                                                     * contains the result */
     for (int shift = logit_order<typename logits_row<T>::A>::bits + r.token_bits - 4; shift >= 0; shift -= 4) {
         double sums[16];
         for (int b = 0; b < 16; b++) sums[b] = 0;

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions over any dimensions, the positions of the largest and smallest element, running sums and products, and the
- * k largest elements. Sums of floats are computed in fp64, and sums of integers in int64. The order of every sum is
- * fixed, so results are bit-identical on every run.
+ * Reductions over any dimensions, the positions of the largest and the smallest elements, running sums and products,
+ * and the k largest elements. Floats are added in fp64, and integers in int64. The order of every sum is fixed, so
+ * results are bit-identical on every run.
  *
- * A reduction treats its input as [kept, reduced], with any strides. The threads of a block share one kept element if
- * there are few kept elements, or if reduced elements are adjacent. If kept elements are adjacent, each thread has its
- * own kept element. If these blocks do not use the whole device, the reduced dimension is split into parts, and a
- * second kernel combines the results of the parts. */
+ * A reduction treats its input as [kept, reduced], with any strides. It computes one result per kept element. If there
+ * are few kept elements, or if the reduced elements are adjacent in memory, a whole block computes one result
+ * (together_kernel). If kept elements are adjacent, each thread computes one result (apart_kernel). If there are too
+ * few blocks for the whole device, the reduced dimension is split into parts, and another kernel combines the results
+ * of the parts. */
 #include "backend/cuda/columns.h"
 
-/* Returns whether a precedes b. NaN precedes every number. For MAX the larger number precedes the smaller one, for MIN
- * the smaller number precedes the larger one. */
+/* Returns whether a is preferred to b. NaN is preferred to every number. MAX prefers the larger number, and MIN prefers
+ * the smaller number. */
 DEV bool beats(int op, double a, double b)
 {
     if (a != a) return b == b;
@@ -28,11 +29,11 @@ DEV int64_t combine(int op, int64_t a, int64_t b)
     if (op == SUM) return (int64_t)((uint64_t)a + (uint64_t)b);
     return beats(op, b, a) ? b : a;
 }
-/* Sets *v to the result of a part without elements. */
+/* Sets *v to the result of a reduction of zero elements. */
 DEV void nothing(int op, double *v) { *v = op == SUM ? 0 : op == MAX ? -(double)INFINITY : (double)INFINITY; }
 DEV void nothing(int op, int64_t *v) { *v = op == SUM ? 0 : op == MAX ? INT64_MIN : INT64_MAX; }
 
-/* Each block computes one part of one kept element. */
+/* Each block computes the result of one part for one kept element. */
 template <class A>
 static __global__ void together_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -59,7 +60,7 @@ static __global__ void together_kernel(target t, const void *x, int dtype, place
     }
 }
 
-/* Each thread computes one part of one kept element. */
+/* Each thread computes the result of one part for one kept element. */
 template <class A>
 static __global__ void apart_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -78,7 +79,7 @@ static __global__ void apart_kernel(target t, const void *x, int dtype, places<1
     }
 }
 
-/* The columns of a matrix [rows, kept] whose rows are aligned. The row stride is ld. */
+/* The input of sum_columns_of(): a matrix [rows, kept] with aligned rows and the row stride ld. */
 template <class T> struct plain_rows {
     const T *x;
     int64_t ld;
@@ -111,7 +112,8 @@ int ps_cuda_combine_sums(const target *t, int64_t kept, int64_t parts)
     return ps_cuda_launched();
 }
 
-/* Returns the reduced dimensions of x in order. If `reduced` is false, returns the other dimensions instead. */
+/* Returns the places of the reduced dimensions of x. If `reduced` is false, returns the places of the other
+ * dimensions. */
 static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
 {
     ps_view v = *x;
@@ -365,8 +367,8 @@ static int cumprod_backward(ps_call *call)
 }
 
 /* -- the k largest of each lane: k searches, each for the best element after the previous one ---------------------- */
-/* Returns whether a precedes b in the results. NaN precedes all numbers, and larger values precede smaller ones. Equal
- * values are ordered by position. */
+/* Returns whether a precedes b in the results. NaN precedes all numbers, and larger values precede smaller values.
+ * Equal values are ordered by position. */
 template <class A> DEV bool ahead(A a, int64_t at_a, A b, int64_t at_b)
 {
     if (beats(MAX, a, b)) return true;

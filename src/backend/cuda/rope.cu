@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Rotary position embedding. A pair consists of an element in the first half of a row and the corresponding element in
- * the second half. If all columns are rotated and rows are aligned, a thread rotates the pairs in 16 bytes of each
- * half. Otherwise a thread rotates one pair, or copies two of the columns that are not rotated. */
+ * the second half. If all columns are rotated and rows are aligned, a thread reads 16 bytes of each half and rotates
+ * the pairs in them. Otherwise a thread rotates one pair, or copies two columns that are not rotated. */
 #include "backend/cuda/device.h"
 
 struct rope_call {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Softmax over the last dimension and cross entropy, in fp32 (fp64 for fp64 operands). A block computes a row and reads
- * it several times; most of these reads hit the cache. Cross entropy reads each row only once if rows are aligned and
- * fit in a block's shared memory. The losses are added in fp64 by one block, in the order of the rows. */
+ * the row several times; most of these reads hit the cache. If rows are aligned and fit in a block's shared memory,
+ * cross entropy reads each row only once. The losses are added in fp64 by one block, in the order of the rows. */
 #include "backend/cuda/device.h"
 
 /* Computes the maximum `top` and the sum of exponentials of a row. The row's softmax is exp(x - top) / sum, and its
- * log-sum-exp is top + log(sum). Unless `before` is NULL, *before is set to the largest of this thread's elements among
- * the first t elements. */
+ * log-sum-exp is top + log(sum). Unless `before` is NULL, *before is set to the largest of those of the first t
+ * elements that this thread reads. */
 template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, A *sum_out, int64_t t, A *before)
 {
     A top = -INFINITY, sum = 0;
@@ -21,8 +21,8 @@ template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, 
     *sum_out = block_sum(sum);
 }
 
-/* Returns whether x_t is the first largest element of its row. All threads of the block must call the function with the
- * same x_t, top and sum. sum_exp sets `before`. */
+/* Returns whether x_t is the largest element of its row, and the first of several equal ones. All threads of the block
+ * must call the function with the same x_t, top and sum. `before` is the value that sum_exp() has set. */
 template <class A> DEV bool is_hit(A x_t, A top, A sum, A before)
 {
     if (x_t != top || sum != sum || top == -(A)INFINITY) return false;
@@ -115,11 +115,11 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
 }
 
 /* -- cross entropy ------------------------------------------------------------------------------------------------- */
-/* Returns whether a row does not count. A target outside [0, V) is ignored here, because count_kernel has trapped on
- * it. */
+/* Returns whether the row with target t is ignored. It is ignored, too, if t is outside [0, V); count_kernel has
+ * trapped for this target. */
 DEV bool is_ignored(const ps_cu_ce &c, int64_t t) { return t == c.ignore || t < 0 || t >= c.V; }
 
-/* Stores the loss and the log-sum-exp of the row with target [at]. For an ignored target, x_t is 0. Only one thread per
+/* Stores the loss and the log-sum-exp of the row with target [at]. If the row is ignored, x_t is 0. Only one thread per
  * row calls this function. */
 template <class A> DEV void deliver(const ps_cu_ce &c, int64_t at, bool ignored, A x_t, A top, A sum, bool hit)
 {
@@ -152,7 +152,7 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
         if (threadIdx.x == 0) deliver(c, at, ignored, x_t, top, sum, hit);
         if (!g) continue;
         A scale = grad_scale<A>(c, at), inverse = 1 / sum;
-        __syncthreads();                             /* g can share the memory of x: now all threads have read x[t] */
+        __syncthreads();                             /* all threads have read x[t], which g can overwrite */
         map_row(g, x, V, [&](int64_t j, A v) {
             A p = exp(v - top) * inverse;
             return ignored ? (A)0 : (p - (A)(j == t)) * scale;
@@ -177,10 +177,10 @@ template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
     return u.raw;
 }
 
-/* Like ce_kernel, for rows of whole packs. A block keeps the first `packs_kept` packs of its row in shared memory. It
+/* Like ce_kernel, for rows of whole packs. A block keeps the first `packs_kept` packs of its row in shared memory, and
  * reads the other packs again from the L2 cache. A thread reads the same packs both times, so no thread waits for
- * another. The largest value and the sum are updated once per AT_ONCE packs. `before` is the largest of the thread's
- * elements before the target. While the gradient of a row is computed, the next row is fetched to the L2 cache. */
+ * another. The largest value and the sum are updated once per AT_ONCE packs. `before` is the largest element that this
+ * thread reads before the target. While the gradient of a row is computed, the next row is fetched to the L2 cache. */
 enum { KEPT_THREADS = 1024, AT_ONCE = 4, CACHE_LINE = 128 };
 template <class T> DEV void fetch_row(const T *x, int64_t V)
 {
@@ -220,8 +220,8 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
                 for (int e = 0; e < W; e++)
                     if (e < t_lane) before = lane<T>(v[q], e) > before ? lane<T>(v[q], e) : before;
             }
-            A base = most == -(A)INFINITY ? (A)0 : most;            /* a base that is not -infinity, so that a NaN
-                                                                     * reaches the sum */
+            A base = most == -(A)INFINITY ? (A)0 : most;            /* never -infinity, so that exp(x - base) is 0 if x
+                                                                     * is -infinity, and NaN if x is NaN */
             sum *= quick_exp(top - base);
             top = most;
 #pragma unroll
@@ -255,7 +255,7 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
     }
 }
 
-/* Returns whether ce_kept_kernel supports the rows. They must be aligned, consist of whole packs, and have at least 256
+/* Returns whether ce_kept_kernel supports the rows. Rows must be aligned, consist of whole packs, and have at least 256
  * logits. */
 template <class T> static bool may_keep(const ps_cu_ce *c)
 {
@@ -280,7 +280,8 @@ template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
     }
     int64_t packs = ps_cu_div_up(c->V, pack<T>::n), packs_kept = packs * 16 <= room ? packs : room / 16;
     int64_t nbytes = packs_kept * 16, two = 2 * (nbytes + 2048) <= ps_cu->shared ? 2 : 1;
-    int64_t blocks = ps_cu->card.sm_count * two;     /* a multiprocessor runs at most 2048 threads at the same time */
+    int64_t blocks = ps_cu->card.sm_count * two;     /* at most two blocks run on a multiprocessor at the same time
+                                                      * (2048 threads) */
     PS_LAUNCH(kernel, (unsigned)(c->rows < blocks ? c->rows : blocks), KEPT_THREADS, (size_t)nbytes, ps_cu->compute,
               *c, (int)packs_kept);
     return ps_cuda_launched();
@@ -419,7 +420,8 @@ template <class T> KERNEL_UP_TO(1024, 1) logit_loss_kernel(const __grid_constant
         }
         for (int i = 0; i < c.ranks; i++) {
             const A *said = stats + i * c.kinds * c.rows;
-            bool has = said[c.rows] < 0;                 /* whether the first largest logit of rank i is the target's */
+            bool has = said[c.rows] < 0;                 /* whether the largest logit of rank i (the first of equal
+                                                          * ones) is at the target */
             sum += (has ? -said[c.rows] : said[c.rows]) * exp(said[0] - top);
             if (said[0] == top && first) hit = has, first = false;
             target += said[2 * c.rows];

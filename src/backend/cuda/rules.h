@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The workspace of the cuda kernels, as functions of shapes and of a card's properties. The kernels use these
- * functions, and cuda_rules.c uses them to predict the memory of cards that this machine does not have. The file is
- * plain C and C++, without CUDA. */
+ * Functions that compute the workspace of the cuda kernels from shapes and from a card's properties. The kernels use
+ * these functions. cuda_rules.c uses them, too, to predict the memory use of cards that this machine does not have. The
+ * file is plain C and C++, without CUDA. */
 #ifndef PS_CUDA_RULES_H
 #define PS_CUDA_RULES_H
 #include "backend/backend.h"
@@ -19,15 +19,15 @@ static inline int64_t ps_cu_last(const ps_view *v) { return v->ndim > 0 ? v->sha
 /* -- reductions (reduce.cu) ---------------------------------------------------------------------------------------- */
 enum { PS_CU_REDUCE_THREADS = 256 };
 
-/* The plan of a reduction. If there are several parts, their results [parts, kept] are fp64 or int64 and are combined
- * afterwards. */
+/* The plan of a reduction. If the reduced dimension is split into several parts, their results [parts, kept] are fp64
+ * or int64, and another kernel combines them. */
 typedef struct ps_cu_reduction {
     int64_t kept, reduced, blocks, parts;
-    bool together;                             /* if set, each part of a kept element is computed by a block;
-                                                * otherwise by a thread */
+    bool together;                             /* whether a block computes each part of a kept element; otherwise a
+                                                * thread computes it */
 } ps_cu_reduction;
 
-/* Plans a reduction. dims is the bit set of the reduced dimensions; 0 means all dimensions. */
+/* Plans a reduction. Bit d of `dims` is set if dimension d is reduced. dims = 0 reduces all dimensions. */
 static inline ps_cu_reduction ps_cu_reduce(const ps_cuda_card *card, const ps_view *x, uint32_t dims)
 {
     ps_cu_reduction r = { 1, 1, 0, 1, false };
@@ -52,9 +52,9 @@ static inline int64_t ps_cu_reduce_nbytes(const ps_cu_reduction *r)
 }
 
 /* -- norms (norm.cu) ----------------------------------------------------------------------------------------------- */
-/* The maximum number of parts in which the gradient of a norm's weights is summed. With this number, each of 132
- * multiprocessors computes ten blocks. They run in whole rounds, because a multiprocessor runs five (768 bf16 columns)
- * or two (1600 columns) of these blocks at a time. */
+/* The maximum number of parts in which the gradient of a norm's weights is summed. With 1320 parts, each of 132
+ * multiprocessors computes ten blocks. A multiprocessor runs five such blocks at a time for 768 bf16 columns, and two
+ * for 1600 columns. Both numbers divide ten, so no multiprocessor is idle in the last round. */
 enum { PS_CU_NORM_PARTS = 1320 };
 
 /* Returns the number of parts into which rows are divided for the gradient of a norm's weights. */
@@ -75,9 +75,8 @@ static inline int64_t ps_cu_lamb_nbytes(int64_t units) { return (2 * units + 2) 
 static inline int64_t ps_cu_factored_nbytes(int64_t rows, int64_t batch) { return (rows + 2 + batch) * 8; }
 
 /* -- embeddings (table.cu) ----------------------------------------------------------------------------------------- */
-enum { PS_CU_HOT = 64 };                       /* a whole block sums a row that has more positions */
-/* Returns the largest possible number of hot rows for n positions. A row is hot if it has more than PS_CU_HOT
- * positions. */
+enum { PS_CU_HOT = 64 };                       /* a row with more positions is hot: a whole block sums it */
+/* Returns the largest possible number of hot rows for n positions. */
 static inline int64_t ps_cu_embedding_hot(int64_t n) { return n / (PS_CU_HOT + 1) + 1; }
 static inline int64_t ps_cu_embedding_nbytes(int64_t V, int64_t n)
 {
@@ -88,8 +87,8 @@ static inline int64_t ps_cu_embedding_nbytes(int64_t V, int64_t n)
 static inline int64_t ps_cu_delta_nbytes(int64_t rows, int dtype) { return (rows + 1) * (dtype == PS_F64 ? 8 : 4); }
 /* Returns the size in bytes of the bounds of segments, for B samples of T positions each. */
 static inline int64_t ps_cu_segments_nbytes(int64_t B, int64_t T) { return (B * T + 1) * 8; }
-/* Returns the size in bytes of dk or dv with a separate result for each query head. It is used if query heads share
- * keys. numel: number of elements of all these results. */
+/* Returns the size in bytes of dk or dv if each query head has a separate result (query heads share keys). numel:
+ * number of elements of all results. */
 static inline int64_t ps_cu_each_head_nbytes(int64_t numel, int dtype) { return (numel + 1) * ps_dtype_bytes(dtype); }
 
 /* -- matrix products (matmul.cpp, gemm.cu) ------------------------------------------------------------------------- */
@@ -115,8 +114,8 @@ static inline bool ps_cu_is_residual(const ps_view *v, int64_t rows, int64_t col
     if (lines && rows == 1) *ld = cols;
     return lines && *ld >= cols;
 }
-/* Returns whether cuBLASLt can add the bias. The bias must have the output's type. Its address must be a multiple of 16
- * bytes, because some kernels fail otherwise. */
+/* Returns whether cuBLASLt can add the bias. The bias must have the output's type, and its address must be a multiple
+ * of 16 bytes, because some of cuBLASLt's kernels fail otherwise. */
 static inline bool ps_cu_takes_bias(const void *bias, int bias_dtype, int dtype)
 {
     return bias_dtype == dtype && (uintptr_t)bias % 16 == 0;
@@ -148,12 +147,12 @@ static inline int64_t ps_cu_packed_nbytes(int64_t rows, int64_t cols, int dtype)
 {
     return (rows * cols + 1) * ps_dtype_bytes(dtype);
 }
-/* Returns the size in bytes of an x that is rounded to 8 bits. Rounding is only used if x has few rows. The results are
- * stored as fp32 or fp64. */
+/* Returns the size in bytes of x after it is rounded to 8 bits. The rounded values are stored as fp32 or fp64. x is
+ * rounded only if it has few rows. */
 static inline int64_t ps_cu_rounded_nbytes(int64_t numel, int dtype) { return (numel + 1) * (dtype == PS_F64 ? 8 : 4); }
 
 /* -- lm_loss (matmul.cpp) ------------------------------------------------------------------------------------------ */
-static inline int64_t ps_cu_panel_nbytes(const ps_cuda_card *card)             /* size of a panel of logits */
+static inline int64_t ps_cu_panel_nbytes(const ps_cuda_card *card)             /* size of a panel of logits in bytes */
 {
 #ifdef PS_CUDA_PANEL_NBYTES                                   /* tests set a small value */
     return PS_CUDA_PANEL_NBYTES;
@@ -178,8 +177,8 @@ typedef struct ps_cu_lm {
     /* A panel is [rows, V] with row stride ld. w has V rows, or is padded with zeros to `wide` rows. */
     int64_t rows, ld, wide;
     int logits_dtype, dw_dtype;                /* dw_dtype: the type in which dw is summed */
-    /* Sizes in bytes of separate memory, 0 for memory that is not needed. grad: the gradient of a panel. w, bias:
-     * padded copies. dw: the sum of dw. */
+    /* Sizes in bytes of workspace; 0 if it is not needed. grad: the gradient of a panel. w, bias: padded copies. dw:
+     * the sum of dw over panels. */
     int64_t loss_nbytes, logits_nbytes, grad_nbytes, dw_nbytes, w_nbytes, bias_nbytes;
 } ps_cu_lm;
 

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Gathers rows and elements by index, and adds to rows and elements by index. No value is summed by atomics, so sums
- * are bit-identical on every run. An index outside its range sets a trap. The kernel reads and writes nothing for that
- * index, and the host reports the error at its next check. */
+ * Ops that gather rows and elements by index, and ops that add to rows and elements by index. Values are not added by
+ * atomics, so sums are bit-identical on every run. If an index is outside its range, the kernel sets a trap, and reads
+ * and writes nothing for the index. The host reports the error at its next check. */
 #include "backend/cuda/device.h"
 
 /* -- embedding ----------------------------------------------------------------------------------------------------- */
-/* The indices of an embedding that has `total` rows. This rank has some of the rows, starting at row `first`. */
+/* The indices into an embedding of `total` rows. If the rows are split over ranks, this rank has some rows, starting at
+ * row `first`. */
 struct indices {
     const void *p;
     int dtype;
@@ -76,8 +77,9 @@ static __global__ void histogram_kernel(trap_to t, int *count, indices index, in
     }
 }
 
-/* Sets begin[v] and cursor[v] to the sum of count[0 .. v), and begin[V] to the sum of all counts. Sets hot [0 ..
- * *n_hot) to the rows with more than HOT positions. There is only one block. */
+/* Sets begin[v] and cursor[v] to the sum of count[0] to count[v - 1], and begin[V] to the sum of all counts. Writes the
+ * indices of the rows with more than HOT positions to `hot`, and their number to *n_hot. The kernel has only one
+ * block. */
 enum { HOT = PS_CU_HOT };
 KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot, const int *count, int64_t V)
 {
@@ -114,8 +116,8 @@ KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot,
     *n_hot = hot_part[threadIdx.x];
 }
 
-/* Writes each position into the range of its row. Positions are in any order within the range; sort_kernel sorts
- * them. */
+/* Writes each position into the range of its row. The order of the positions within a range is arbitrary; sort_kernel
+ * sorts them. */
 static __global__ void place_kernel(int *mixed, int *cursor, indices index, int64_t n, int64_t V, int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
@@ -124,7 +126,8 @@ static __global__ void place_kernel(int *mixed, int *cursor, indices index, int6
     }
 }
 
-/* Finds the positions of row v in order, by reading all positions. Each thread reads consecutive positions. */
+/* Writes to `out`, in ascending order, the positions whose index is v. The block reads all positions. Each thread reads
+ * consecutive positions. */
 enum { SORT_THREADS = 128, LOOKS = 8, FEW = 512 };
 DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
 {
@@ -139,13 +142,14 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
         int count = 0, before = 0, all = 0;
 #pragma unroll
         for (int k = 0; k < LOOKS; k++) count += here >> k & 1;
-        int upto = count;                            /* number of positions found in this warp, up to and including
-                                                      * this thread */
+        int upto = count;                            /* number of positions that this thread and the lower threads of
+                                                      * its warp have found */
         for (int step = 1; step < 32; step *= 2) {
             int other = __shfl_sync(0xffffffffu, upto, lane_id >= step ? lane_id - step : 0);
             if (lane_id >= step) upto += other;
         }
-        __syncthreads();                             /* other threads may still read `found` of the previous round */
+        __syncthreads();                             /* other threads may still read the values of `found` from the
+                                                      * previous round */
         if (lane_id == 31) found[warp] = upto;
         __syncthreads();
         for (int w = 0; w < SORT_THREADS / 32; w++) {
@@ -160,8 +164,8 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
     }
 }
 
-/* Sorts the positions of one row per block. If a row has few positions, the rank of a position is the number of smaller
- * positions. */
+/* Each block sorts the positions of one row. If a row has few positions, the place of a position in the sorted list is
+ * the number of smaller positions. */
 KERNEL_UP_TO(SORT_THREADS)
 sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int64_t N, int64_t V)
 {
@@ -176,8 +180,8 @@ sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int6
     }
 }
 
-/* The operands of the sums of dw [V, C]. dy is [n, C]. A thread computes W columns, which are 16 bytes or one
- * column. */
+/* The operands of the kernels that sum dw [V, C]. dy is [n, C]. A thread computes W columns: either 16 bytes of
+ * columns, or one column. */
 struct sums_of {
     void *dw;
     int dw_type;
@@ -198,7 +202,8 @@ template <class T> struct columns<T, 1> {
     __device__ typename type_info<T>::acc at(int) const { return up(one); }
 };
 
-/* Computes sum[w] += dy[sorted[k]][c + w] for k = first, first + step, first + 2 step, ... below end, in this order. */
+/* Computes sum[w] += dy[sorted[k]][c + w] for k = first, first + step, first + 2 * step and so on, while k < end, in
+ * this order. */
 template <class T, int W> DEV void add_rows(const sums_of &s, int first, int end, int step, int64_t c,
                                             typename type_info<T>::acc *sum)
 {
@@ -260,8 +265,8 @@ template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
     }
 }
 
-/* Each block computes 32 W columns of a hot row. Line l sums the positions l, l + LINES, l + 2 LINES, ... Line 0 then
- * adds up the sums of all lines. */
+/* Each block computes 32 * W columns of a hot row. Line l of the block sums the positions l, l + LINES, l + 2 * LINES,
+ * ... Then line 0 adds up the sums of all lines. */
 enum { LINES = 16 };
 template <class T, int W> KERNEL_UP_TO(32 * LINES) embedding_hot_kernel(sums_of s)
 {
@@ -381,11 +386,11 @@ static int flat_index(ps_call *call)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* The elements of x that an index tensor selects: their sizes, and their strides in x. Each index selects `width`
- * elements. */
+/* The elements of x that an index tensor selects, as a tensor with `ndim` dimensions. `stride` contains the strides in
+ * x. Each index selects `width` elements. */
 struct shape { int ndim, dim; int64_t width, size[PS_MAX_DIMS], stride[PS_MAX_DIMS]; };
 
-/* Returns the position in x of the selected element i, after its coordinate along `dim` is replaced by k. */
+/* Returns the position in x of selected element i if its coordinate along `dim` were k. */
 DEV int64_t picked(const shape &s, int64_t i, int64_t k)
 {
     int64_t at = 0;
@@ -397,8 +402,8 @@ DEV int64_t picked(const shape &s, int64_t i, int64_t k)
     return at;
 }
 
-/* Returns the shape of the elements that `index` selects. It has the sizes of `index`, and then those sizes of x that
- * follow the last dimension of `index`. */
+/* Returns the shape of the elements that `index` selects. The shape has the sizes of `index`, followed by the sizes of
+ * x after the last dimension of `index`. */
 static shape shape_of(const ps_view *x, const ps_view *index, int dim)
 {
     shape s;
@@ -446,9 +451,9 @@ static int gather(ps_call *call)
     }
 }
 
-/* Calls fn(i, k) for each element i of src; k is the index of that element. The elements along dim form a lane. One
- * thread processes the elements of a lane in order, or in reverse order if `back` is set. All elements that are added
- * to the same destination are in the same lane. */
+/* Calls fn(i, k) for each element i of src; k is the index of that element. The elements along dimension s.dim form a
+ * lane. One thread processes a lane in order, or in reverse order if `back` is set. All elements with the same
+ * destination are in the same lane. */
 template <class F>
 DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lanes, int64_t limit, const shape &s,
                    bool back, F fn)
@@ -510,14 +515,14 @@ static __global__ void scatter_backward_kernel(trap_to t, U *dx, U *dsrc, const 
     });
 }
 
-/* Returns the number of lanes of the selected elements. Returns 0 if there are none. */
+/* Returns the number of lanes of the selected elements, or 0 if no elements are selected. */
 static int64_t lanes_of(const ps_view *index, const shape &s)
 {
     return index->numel == 0 ? 0 : index->numel * s.width / s.size[s.dim];
 }
 
-/* Copies x to workspace as fp64 or int64, and combines the copy with src. reduce: operation of scatter_reduce, or -1
- * for the sum. */
+/* Copies x to workspace as fp64 or int64, combines the copy with src, and stores the result to y. reduce: the operation
+ * of scatter_reduce, or -1 for the sum. */
 static int joined_in_scratch(ps_call *call, int dim, int reduce)
 {
     const ps_view *x = &call->in[0], *index = &call->in[1], *src = &call->in[2], *y = &call->out[0];

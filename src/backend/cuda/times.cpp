@@ -1,27 +1,29 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Times of kernels and copies by the device's clock, for the event record. Each time is measured between two events of
- * its stream. It is read after both events have ended, so a step does not wait for it.
+ * Times of kernels and copies by the device's clock, for the event record. The begin and the end of a kernel or copy
+ * are CUDA events on its stream. Their times are read after both events have ended, so a step does not wait for them.
  *
  * When a record begins, the device's clock is aligned with the host's clock. The host waits for an event, and reads its
- * own clock before and after the wait. The time of the event is assumed to be in the middle between these two times.
+ * own clock before and after the wait. The time of the event is assumed to be halfway between these two times.
  * lua/ps/profile/clock.lua aligns the clocks of ranks in the same way. */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 
 struct timed { ps_record_event what; cudaEvent_t from, to; };
-/* queue [room]: a ring buffer. It has `count` entries, starting at `first`, in the order of the stream. */
+/* queue [room]: a ring buffer of kernels whose times have not been read. It has `count` entries, starting at `first`,
+ * in the order of the stream. */
 static timed *queue;
 static int64_t first, count, room;
-/* spare [n_spare]: events that are not in use. begun: event of the running op, or NULL. anchor: event whose time by
- * the host's clock is known. */
+/* spare [n_spare]: events that are not in use.
+ * begun: the event at the beginning of the current op, or NULL.
+ * anchor: an event whose time by the host's clock is known. */
 static cudaEvent_t *spare, begun, anchor;
 static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: time of the anchor by the host's clock */
-static int32_t aligned;                        /* record for which the clocks are aligned */
+static int32_t aligned;                        /* number of the event record for which the clocks are aligned */
 
 enum { TRIES = 8 };
-static const int64_t near_ns = 20000;          /* a round trip of at most this length is accepted */
-/* The distance from the anchor at which a new anchor is chosen. At larger distances, the precision of a float is worse
- * than a quarter of a microsecond. */
+static const int64_t near_ns = 20000;          /* a wait of at most this length is short enough to align the clocks */
+/* If an event is further from the anchor than this time, a new anchor is chosen. CUDA returns distances as floats of
+ * milliseconds, whose precision beyond this time is worse than a quarter of a microsecond. */
 static const float far_ms = 2000;
 
 static int take(cudaEvent_t *out)
@@ -90,7 +92,7 @@ static int align(int32_t run)
     return 0;
 }
 
-/* Returns the time of an event that has ended. */
+/* Sets *ns to the time of an event that has ended. */
 static int moment(cudaEvent_t e, int64_t *ns)
 {
     float ms = 0;
@@ -99,7 +101,8 @@ static int moment(cudaEvent_t e, int64_t *ns)
     return 0;
 }
 
-/* Makes `to` the anchor if the current anchor is far away in time. Otherwise frees `to`. */
+/* Makes `to` the anchor if `to` is more than far_ms after the current anchor. Otherwise frees `to`. ns: the time of
+ * `to`. */
 static void move_anchor(cudaEvent_t to, int64_t ns)
 {
     if ((double)(ns - anchor_ns) < (double)far_ms * 1e6) return give(to);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Optimizers that are not in optim.cu, and masters that are stored as remainders. In these optimizers, the update of an
- * element depends only on that element or on its block of 8-bit codes. ref/update.c has the formulas and their sources.
- * As in optim.cu, the operations and their order are those of the cpu backend, so results are bit-identical to its
- * results. */
+ * element depends only on the element itself, or on the block of 8-bit codes that contains it. The formulas and their
+ * sources are in ref/update.c. As in optim.cu, the kernels perform the same operations in the same order as the cpu
+ * backend, so results are bit-identical to its results. */
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
@@ -60,7 +60,7 @@ struct schedule_free_rule {
         master_put(it, i, e::fma_((A)h.toward, u, e::fma_((A)h.average, e::add(z, -p), p)));
     }
 };
-/* The inputs are param, master and end. `collect` stores `end` as the gradient. */
+/* The inputs are param, master and end. collect() stores `end` as the gradient. */
 struct lerp_rule {
     double weight;
     bool near_master;
@@ -71,7 +71,7 @@ struct lerp_rule {
     }
 };
 
-/* Updates each element by a rule. The arithmetic is double if the master is fp64. */
+/* Updates each element by a rule. If the master is fp64, the kernel computes in double. */
 template <class Rule> KERNEL_UP_TO(THREADS) rule_kernel(Rule h, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -146,7 +146,8 @@ DEV uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* A thread updates four elements that share a Philox counter. Their indices are 16 apart (ref/update.c). */
+/* A thread updates four elements that share a Philox counter. The indices of the four elements are 16 apart
+ * (ref/update.c). */
 KERNEL_UP_TO(THREADS) adam_bf16_kernel(adamw_constants h, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -179,8 +180,8 @@ static int adam_bf16_(ps_call *call)
 /* The tables of both 8-bit codes. The optimizer states are the codes and the scales of exp_avg and of exp_avg_sq. */
 struct code_tables { ps_codes with_sign, plain; };
 
-/* Quantises a block with one warp. x [EACH] has this lane's elements: every 32nd element of the block, starting at
- * element `lane`. Element k of x exists if left > 32 k. */
+/* Quantises a block of elements with one warp. x [EACH] contains this lane's elements: every 32nd element of the block,
+ * starting at element `lane`. x[k] is in the block if left > 32 k. */
 enum { EACH = PS_STATE_BLOCK / 32 };
 template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_t left, uint8_t *codes, float *scale)
 {
@@ -202,8 +203,8 @@ template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_
 KERNEL_UP_TO(THREADS) adam8bit_kernel(adamw_constants h, const __grid_constant__ code_tables given,
                                       const __grid_constant__ work w)
 {
-    __shared__ code_tables tables;                   /* in shared memory, because lanes read different entries at
-                                                      * once */
+    __shared__ code_tables tables;                   /* tables are in shared memory, because lanes read different
+                                                      * entries at the same time */
     for (int i = threadIdx.x; i < (int)(sizeof tables / 4); i += blockDim.x)
         ((uint32_t *)&tables)[i] = ((const uint32_t *)&given)[i];
     __syncthreads();
@@ -225,7 +226,7 @@ KERNEL_UP_TO(THREADS) adam8bit_kernel(adamw_constants h, const __grid_constant__
             adamw_step(h, load_f(it.grad, it.grad_type, i), &p, &m[k], &v[k]);
             master_put(it, i, p);
         }
-        __syncwarp();                                /* now all lanes have read the scales */
+        __syncwarp();                                /* all lanes have read the scales */
         quantise<true>(&tables.with_sign, m, left, m_codes, m_scale);
         quantise<false>(&tables.plain, v, left, v_codes, v_scale);
     }
@@ -247,7 +248,7 @@ static int adam8bit_(ps_call *call)
 }
 
 /* -- remainders ---------------------------------------------------------------------------------------------------- */
-/* The inputs are param, low and src. `collect` stores `low` as the master and `src` as the gradient. */
+/* The inputs are param, low and src. collect() stores `low` as the master and `src` as the gradient. */
 static __global__ void remainder_split_kernel(const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {

@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Warpgroup products of compute capability 9.0 (wgmma.mma_async, PTX ISA "Asynchronous Warpgroup Level Matrix
  * Multiply-Accumulate Instructions"). Four warps together multiply 64 rows at once, with operands in shared memory.
- * Only files that are compiled for sm_90a alone include this header. On the emulator, spec/emulate/wgmma.cpp implements
- * the same calls.
+ * Only files that are compiled exclusively for sm_90a include this header. On the emulator, spec/emulate/wgmma.cpp
+ * implements the same calls.
  *
  * Operands of 16-bit elements are stored in shared memory as panels of 64 columns. Each panel begins at a multiple of
  * 1024 bytes. Row r of a panel is stored in the 128 bytes that start at 128 r. A row has eight pieces of 16 bytes.
  * Piece p is at position p ^ (r & 7) of its row (the 128-byte swizzle).
  *
- * The layout can be read in two ways. As K-major, the product sums over columns, and a step is 16 columns or 32 bytes.
- * As MN-major, the product sums over rows, and a step is 16 rows or 2048 bytes.
+ * A product can use this layout in two ways. With a K-major operand, it sums over the operand's columns. The next step
+ * of the sum is 16 columns (32 bytes) further. With an MN-major operand, it sums over the operand's rows. The next step
+ * is 16 rows (2048 bytes) further.
  *
- * Rules for callers: a thread that writes shared memory calls async_fence before the barrier that precedes the
- * products. A group of products begins after wgmma_fence and ends with wgmma_commit. Until wgmma_wait reports that the
- * group has ended, nothing may access its accumulators, its A in registers or its shared memory. The caller calls
- * hold() after wgmma_wait, because the compiler could otherwise move uses of accumulators before the wait. All threads
- * of a warpgroup make the same calls. */
+ * Rules for callers: a thread that writes shared memory calls async_fence() before the barrier that precedes the
+ * products. A group of products begins after wgmma_fence() and ends with wgmma_commit(). Until wgmma_wait() has waited
+ * for the group, nothing may access the group's accumulators, its operands A in registers, or its shared memory. The
+ * caller calls hold() after wgmma_wait(), because the compiler could otherwise move uses of accumulators before the
+ * wait. All threads of a warpgroup make the same calls. */
 #ifndef PS_CUDA_WGMMA_H
 #define PS_CUDA_WGMMA_H
 #include "backend/cuda/device.h"
@@ -24,8 +25,8 @@ enum { PANEL_COLS = 64, PANEL_ROW = 128, PANEL_ALIGN = 1024 };
 
 /* Returns the descriptor of the panel at `address` in the shared window. Bits 0..13 are the address, and bits 16..29
  * are the leading offset. Bits 32..45 are the stride offset, which is the distance between groups of 8 rows. These
- * three are in units of 16 bytes. Bits 62..63 are 1 for the 128-byte swizzle. The leading offset is the distance
- * between panels for MN-major operands. It is ignored (1) for K-major operands. */
+ * three fields are in units of 16 bytes. Bits 62..63 are 1 for the 128-byte swizzle. For MN-major operands, the leading
+ * offset is the distance between panels. For K-major operands, it is ignored and set to 1. */
 DEV uint64_t panel_descriptor(uint32_t address, uint32_t leading_nbytes)
 {
     return (uint64_t)(address >> 4) | (uint64_t)(leading_nbytes >> 4) << 16 |
@@ -36,8 +37,8 @@ DEV uint64_t descriptor_mn_major(uint32_t address, uint32_t panel_nbytes)
 {
     return panel_descriptor(address, panel_nbytes);
 }
-/* Returns the descriptor of the address that is nbytes higher. The low word does not overflow, because addresses have
- * 18 bits. */
+/* Returns a descriptor whose address is nbytes higher than the address of `descriptor`. The low word does not overflow,
+ * because addresses have 18 bits. */
 DEV uint64_t descriptor_at(uint64_t descriptor, uint32_t nbytes) { return descriptor + (nbytes >> 4); }
 
 #ifdef PS_EMULATE_CUDA
@@ -66,7 +67,7 @@ template <int BUT> DEV void wgmma_wait(void)
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" : : "n"(BUT) : "memory");
 }
-/* Tells the compiler that these registers change here. It then does not move uses of a running product across this
+/* Tells the compiler that the registers d change here, so that the compiler does not move uses of d across this
  * point. */
 template <int COUNT> DEV void hold(float *d)
 {
@@ -89,11 +90,11 @@ template <int COUNT> DEV void hold(float *d)
 #define OPERANDS_64(d, i) OPERANDS_32(d, i), OPERANDS_32(d, (i) + 32)
 
 /* Compute d [64, N] = a b, or d += a b, by the instruction m64nNk16. With wgmma_shared, a [64, 16] and b [N, 16] are in
- * shared memory and both are K-major. With wgmma_registers, a [64, 16] is in four registers, in the layout of the
- * columns 16 k .. 16 k + 15 of d. Its b [16, N] is in shared memory and MN-major.
+ * shared memory and both are K-major. With wgmma_registers, a [64, 16] is in four registers, in the layout of 16
+ * columns of d, and b [16, N] is in shared memory and MN-major.
  *
- * If the predicate `add` is false, d is overwritten. The constants after the predicate are the signs of a and b, and
- * then whether a and b are MN-major. If a is in registers, only b has the latter constant. */
+ * If the predicate `add` is false, d is overwritten. In the instruction, the predicate is followed by the signs of a
+ * and b, and then by one constant per operand in shared memory: 1 if the operand is MN-major. */
 template <class T, int N> DEV void wgmma_shared(float *d, uint64_t a, uint64_t b, bool add);
 template <class T, int N> DEV void wgmma_registers(float *d, const uint32_t *a, uint64_t b, bool add);
 #define DEFINE_PRODUCTS(T, ptx, N, count, at0, at1, at2, at3, at4, at5)                                              \

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * LAMB and Adafactor, whose updates depend on sums over the whole tensor. The operations and the order of each sum are
- * those of the cpu backend (cpu/muon.c), so results are bit-identical to its results. Threads compute the terms of a
- * sum. One thread adds up the terms in double, in the order of the elements. */
+ * LAMB and Adafactor, whose updates depend on sums over the whole tensor. The kernels perform the same operations in
+ * the same order as the cpu backend (cpu/muon.c), so results are bit-identical to its results. All threads compute the
+ * terms of a sum. One thread adds up the terms in double, in the order of the elements. */
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
-/* Adds the terms of n threads to *sum, in the order of the threads. Only thread 0 has the sum. */
+/* Adds the terms of n threads to *sum, in the order of the threads. Only in thread 0 is *sum valid. */
 DEV void add_in_order(double term, int n, double *sum)
 {
     __shared__ double terms[THREADS];
@@ -17,7 +17,7 @@ DEV void add_in_order(double term, int n, double *sum)
 }
 DEV int least(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
 
-/* Sets *out to the sum of x [n]. The elements are added in order. */
+/* Sets *out to the sum of x [n]. The elements are added in ascending order of their indices. */
 KERNEL_UP_TO(THREADS) in_order_kernel(double *out, const double *x, int64_t n)
 {
     double sum = 0;
@@ -41,8 +41,8 @@ template <class A> DEV A lamb_update(const lamb_constants &h, A p, A m, A v)
     return e::add(e::div(e::mul(m, (A)h.inv1), below), e::mul((A)h.wd, p));
 }
 
-/* Updates the averages. Writes sums [2, units]: for each unit of PS_LAMB_UNIT elements, the sum of squares of p and the
- * sum of squares of the update. */
+/* Updates the averages. Writes sums [2, units]. A unit has PS_LAMB_UNIT elements. sums[0] contains each unit's sum of
+ * squares of p, and sums[1] contains each unit's sum of squares of the update. */
 template <class A> KERNEL_UP_TO(THREADS) lamb_sums_kernel(lamb_constants h, item it, double *sums, int64_t units)
 {
     typedef exact<A> e;
@@ -69,7 +69,7 @@ template <class A> KERNEL_UP_TO(THREADS) lamb_sums_kernel(lamb_constants h, item
     }
 }
 
-/* totals: sums of squares of p and of the update, which in_order_kernel has written. */
+/* totals: the sum of squares of p and the sum of squares of the update, as in_order_kernel has written them. */
 template <class A> KERNEL_UP_TO(THREADS) lamb_kernel(lamb_constants h, item it, const double *totals)
 {
     typedef exact<A> e;
@@ -113,7 +113,7 @@ static int lamb_(ps_call *call)
 }
 
 /* -- Adafactor ----------------------------------------------------------------------------------------------------- */
-/* A tensor [batch, R, C] with its averages. A vector is stored as [1, 1, C], and each of its elements has its own
+/* A tensor [batch, R, C] with its averages. A vector has the shape [1, 1, C], and each of its elements has its own
  * average. */
 struct factored {
     item it;
@@ -208,7 +208,8 @@ template <class A> KERNEL_UP_TO(THREADS) row_mean_kernel(const __grid_constant__
         if (threadIdx.x == 0) f.row_mean[b] = __ddiv_rn(sum, (double)f.R);
     }
 }
-/* totals: sums of squares of the master and of the update, which in_order_kernel has written. */
+/* totals: the sum of squares of the master and the sum of squares of the update, as in_order_kernel has written
+ * them. */
 template <class A> KERNEL_UP_TO(THREADS) adafactor_kernel(const __grid_constant__ factored f, ps_attrs_adafactor_ a,
                                                           const double *totals)
 {
