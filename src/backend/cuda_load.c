@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Loads the cuda backend. It looks for a driver first, then for a device, and then for the plug-in libps_cuda.so. In
- * this order a machine without a GPU loses no time, and each missing part has its own error.
+ * Loads the cuda backend. It looks for a driver, then for a device, and then for the plug-in libps_cuda.so. A machine
+ * without a GPU thus fails without loading the plug-in, and each missing part has its own error.
  *
- * CUDA's headers are not needed, because this file declares the four functions of the driver that it calls, as the
- * driver's ABI defines them. The plug-in is never unloaded, because its libraries do not support that. */
+ * This file calls four functions of the driver and declares them itself, as the driver's ABI defines them, so CUDA's
+ * headers are not needed. The plug-in is never unloaded, because its libraries do not support unloading. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <limits.h>
@@ -15,7 +15,8 @@
 #include "base/error.h"
 #include "base/record.h"
 
-enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in of a newer toolkit checks the driver itself */
+enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in that was built with a newer toolkit checks the driver
+                                      * itself */
 
 typedef struct driver {
     int (*init)(unsigned flags);
@@ -68,8 +69,8 @@ static int check_driver(void)
     return 0;
 }
 
-/* Finds the plug-in. It is the file that PS_CUDA_PLUGIN names. Without this variable, it is libps_cuda.so in the
- * program's folder or, for an installed program, in ../lib/psluajit. */
+/* Finds the plug-in. The environment variable PS_CUDA_PLUGIN can name its file. If the variable is not set, the plug-in
+ * is libps_cuda.so in the program's folder or, for an installed program, in ../lib/psluajit. */
 static int plugin_path(char *path, size_t size)
 {
     static const char *const places[] = { "", "../lib/psluajit/" };
@@ -102,8 +103,8 @@ static const ps_cuda_program program = {
     .host_region_watch = ps_host_region_watch, .clock = ps_record_clock,
 };
 
-/* Reports a failed dlopen. The loader's message begins with the name of the file that it cannot load. That file is
- * either the plug-in or a library that the plug-in needs. */
+/* Reports a failed dlopen. The loader's message begins with the name of the file that cannot be loaded: either the
+ * plug-in or a library that the plug-in needs. */
 static int cannot_load(const char *path, const char *why)
 {
     if (strncmp(why, path, strlen(path)) == 0) return ps_fail(PS_EUNSUP, "no device cuda: no library: %s", why);

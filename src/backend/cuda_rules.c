@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Computes the workspace that the cuda kernels request, even for a card that this machine does not have. It uses the
- * functions of cuda/rules.h, which the kernels also call. The emulated plug-in compares the result with the kernels'
- * requests at every call. */
+ * Computes the workspace that the cuda kernels request, even for a card that this machine does not have. Both this file
+ * and the kernels use the functions of cuda/rules.h. At every call, the emulated plug-in compares the result of this
+ * file with the workspace that the kernel requests. */
 #include "backend/cuda_rules.h"
 #include <string.h>
 #include "base/blocks.h"
@@ -33,7 +33,7 @@ static int64_t sums_of(const ps_cuda_card *card, const ps_view *d)
 }
 
 /* Returns the size in bytes of the workspace for a copy of v [..., cols]. Returns 0 if v can be used as a matrix
- * directly. */
+ * without a copy. */
 static int64_t rows_copy(const ps_view *v)
 {
     int64_t stride;
@@ -139,11 +139,12 @@ static int64_t heads_backward(int64_t B, int64_t H, int64_t T, int64_t S, int64_
     return nbytes + up(ps_cu_delta_nbytes(B * H * T, dtype)) + (mask ? up(B * 4) : 0);
 }
 
-/* Returns whether the mask is a bool mask [B, S]. The other kinds of mask are segments and masks of 4 dimensions. */
+/* Returns whether attention's input `mask` is a bool mask [B, S]. Otherwise it contains segments or is a mask of 4
+ * dimensions. */
 static bool is_key_mask(const ps_view *mask) { return ps_has(mask) && mask->ndim != 4 && mask->dtype != PS_I32; }
 
 /* Returns the size in bytes of the workspace for the bounds of segments. Returns 0 if attention's input `mask` does not
- * have segments. */
+ * contain segments. */
 static int64_t segments(const ps_view *mask)
 {
     if (!ps_has(mask) || mask->ndim != 2 || mask->dtype != PS_I32) return 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The workspace that the cuda kernels need on a card. The card can be a simulated one (cuda/rules.h). */
+ * Computes the workspace that the cuda kernels need on a card. The card can be simulated (cuda/rules.h). */
 #ifndef PS_CUDA_RULES_SCRATCH_H
 #define PS_CUDA_RULES_SCRATCH_H
 #include "backend/cuda/rules.h"

@@ -12,8 +12,8 @@ static inline int64_t product(const int64_t *n, int count)
     return p;
 }
 
-/* Returns whether the dimensions 0 .. count-1 can be treated as one dimension. Sets *stride to the stride of that
- * dimension. Dimensions of size 1 are ignored. */
+/* Returns whether the dimensions 0 to count - 1 of v can be merged into one dimension. Sets *stride to the stride of
+ * the merged dimension. Dimensions of size 1 are ignored. */
 static inline bool collapses(const ps_view *v, int count, int64_t *stride)
 {
     int64_t expect = -1, step = 0;
@@ -28,7 +28,7 @@ static inline bool collapses(const ps_view *v, int count, int64_t *stride)
 }
 
 /* The batch dimensions of y = a b. These are all dimensions before the last two, except those of size 1. Adjacent
- * dimensions are merged if the strides of a, b and y permit it. v has the views of a, b and y. */
+ * dimensions are merged if the strides of a, b and y permit it. v contains the views of a, b and y, in this order. */
 typedef struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; } batch_dims;
 
 static inline batch_dims batch_of(const ps_view *const v[3])
@@ -40,8 +40,8 @@ static inline batch_dims batch_of(const ps_view *const v[3])
         int64_t n = v[2]->shape[d], step[3];
         if (n == 1) continue;
         for (int t = 0; t < 3; t++) {
-            int own = d - (v[2]->ndim - v[t]->ndim);         /* dimensions are aligned at the last one for
-                                                              * broadcasting */
+            int own = d - (v[2]->ndim - v[t]->ndim);         /* for broadcasting, shapes are aligned at their last
+                                                              * dimensions */
             step[t] = own < 0 || v[t]->shape[own] == 1 ? 0 : v[t]->stride[own];
         }
         int p = out.ndim - 1;

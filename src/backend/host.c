@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Regions of host memory, and the amount of memory that is free. All backends that use the machine's memory share this
- * file. Regions are private anonymous mappings, whose address space costs nothing until it is touched. Large regions
+ * file. Regions are private anonymous mappings. A page of a region uses no memory until it is touched. Large regions
  * begin at a huge page. */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -18,12 +18,12 @@
 
 static const size_t huge = PS_MOVE_NBYTES;
 
-static void (*region_goes)(void *p, size_t nbytes);     /* the function that ps_host_region_watch sets, or NULL */
+static void (*region_goes)(void *p, size_t nbytes);     /* the function that ps_host_region_watch() has set, or NULL */
 
 void ps_host_region_watch(void (*goes)(void *p, size_t nbytes)) { region_goes = goes; }
 
-/* Returns the number of bytes that a region of nbytes maps. It is a multiple of the page size, and at least one page.
- * Returns 0 on overflow. */
+/* Returns the number of bytes that are mapped for a region of nbytes bytes: a multiple of the page size, and at least
+ * one page. Returns 0 on overflow. */
 static size_t mapped_bytes(size_t nbytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -67,11 +67,11 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes)
     munmap(p, mapped_bytes(nbytes));
 }
 
-/* Moves one huge page at a time, because mremap moves bytes of one mapping only. A region to which memory was moved
- * consists of several mappings.
+/* Moves one huge page at a time, because one call of mremap can move only memory of a single mapping. After memory was
+ * moved to a region, the region consists of several mappings.
  *
- * The kernel first checks its limit on the number of mappings. If this check fails, nothing has changed. If mremap
- * fails later, the addresses at `to` have lost their mapping, so they are mapped again. */
+ * mremap first checks the system's limit on the number of mappings. If this check fails, nothing has changed. If mremap
+ * fails after the check, it has already unmapped the addresses at `to`, so they are mapped again. */
 int64_t ps_host_region_move(ps_backend *be, void *to, void *from, size_t nbytes)
 {
     if (region_goes) region_goes(from, nbytes);
@@ -101,8 +101,8 @@ static bool read_text(const char *path, char *text, size_t size)
     return used > 0;
 }
 
-/* Returns the number that follows `key` at the beginning of a line. Returns `otherwise` if no line begins with
- * `key`. */
+/* Finds the first line of `text` that begins with `key`, and returns the number after the key. Returns `otherwise` if
+ * no line begins with `key`. */
 static int64_t line_value(const char *text, const char *key, int64_t otherwise)
 {
     size_t n = strlen(key);
@@ -124,10 +124,10 @@ static bool read_number(const char *dir, const char *name, int64_t *out)
 
 struct cgroup_names { const char *mount, *limit, *usage, *cache; };
 
-/* Returns the number of bytes that the control group `path` still allows. A group above it can have a stricter limit,
- * so the function returns the minimum over all of them. File pages that were not used recently count as free, because
- * the kernel drops them before it refuses memory. Groups that cannot be read are skipped: a container sees only its own
- * group. */
+/* Returns the number of bytes that the control group `path` still allows. A parent group can have a stricter limit, so
+ * the function returns the minimum over the group and all its parents. File pages that were not used recently count as
+ * free, because the kernel drops these pages before it refuses memory. Groups that cannot be read are skipped, because
+ * a container sees only its own group. */
 static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
 {
     char dir[PATH_MAX], file[PATH_MAX + 64], stat[8192];
@@ -140,8 +140,8 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
         if (read_number(dir, names->limit, &limit) && read_number(dir, names->usage, &usage)) {
             snprintf(file, sizeof file, "%s/memory.stat", dir);
             if (read_text(file, stat, sizeof stat)) usage -= line_value(stat, names->cache, 0);
-            if (usage < 0) usage = 0;             /* usage can be negative because the two counts were read at
-                                                   * different times */
+            if (usage < 0) usage = 0;             /* the difference can be negative, because usage and cache were read
+                                                   * at different times */
             int64_t room = limit > usage ? limit - usage : 0;
             least = room < least ? room : least;
         }
@@ -151,8 +151,8 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
     }
 }
 
-/* Returns the number of bytes that this process's control groups still allow. The strictest group counts. Lines of
- * /proc/self/cgroup are "0::PATH" in version 2 and "N:CONTROLLERS:PATH" in version 1. */
+/* Returns the number of bytes that the strictest of this process's control groups still allows. A line of
+ * /proc/self/cgroup is "0::PATH" for version 2 of control groups, and "N:CONTROLLERS:PATH" for version 1. */
 static int64_t cgroups_room(void)
 {
     static const struct cgroup_names v2 = { "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file " };

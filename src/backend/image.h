@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Functions for images that the kernels of several backends share, in C and in C++. They compute the sizes of a
- * convolution, the windows of pooling, and the taps of `resample`. */
+ * Functions for images that the C and C++ kernels of several backends share. They compute the sizes of a convolution,
+ * the windows of pooling, and the taps of `resample`. */
 #ifndef PS_BACKEND_IMAGE_H
 #define PS_BACKEND_IMAGE_H
 #include <math.h>
@@ -9,8 +9,8 @@
 #include "base/half.h"
 
 /* -- convolution --------------------------------------------------------------------------------------------------- */
-/* The sizes and attributes of a convolution: x is [n, c, in], w is [o, c / groups, k], and y is [n, o, out]. Arrays of
- * two have the values for H and W. A tensor [N, C, L] has H = 1. */
+/* The sizes and attributes of a convolution: x is [n, c, in], w is [o, c / groups, k], and y is [n, o, out]. In the
+ * arrays, element 0 is the value for H, and element 1 is the value for W. A tensor [N, C, L] has H = 1. */
 typedef struct ps_conv_shape {
     int64_t n, c, o, groups, in[2], out[2], k[2], stride[2], dilation[2], before[2];
 } ps_conv_shape;
@@ -33,10 +33,10 @@ static inline ps_conv_shape ps_conv_shape_of(const ps_attrs_conv *a, const ps_vi
 }
 
 /* -- windows of pooling -------------------------------------------------------------------------------------------- */
-/* A window has the elements first, first + step, first + 2 step, ... below `end`. */
+/* A window consists of the elements first, first + step, first + 2 * step and so on, below `end`. */
 typedef struct ps_window { int64_t first, end, step; } ps_window;
 
-/* Returns window i. There are `out` windows, which together cover all `in` elements. */
+/* Returns window i of `out` windows of nearly equal size, which together cover all `in` elements. */
 PS_BOTH ps_window ps_window_adaptive(int64_t i, int64_t in, int64_t out)
 {
     ps_window w = { i * in / out, ((i + 1) * in + out - 1) / out, 1 };
@@ -63,8 +63,8 @@ PS_BOTH ps_window ps_max_pool_window(const ps_attrs_max_pool *a, int d, int64_t 
 enum { PS_TAPS_WINDOWS, PS_TAPS_ADAPTIVE, PS_TAPS_NEAREST, PS_TAPS_LINEAR, PS_TAPS_REFLECT, PS_TAPS_REPLICATE,
        PS_TAPS_CIRCULAR };
 
-/* A linear map along one dimension. Result i is the sum of weight[t] * x[at[t]] over all t with start[i] <= t < start[i
- * + 1]. */
+/* A linear map along one dimension. Result i is the sum of weight[t] * x[at[t]] over all taps t from start[i] to
+ * start[i + 1] - 1. */
 typedef struct ps_taps { int64_t n, *start, *at; double *weight; } ps_taps;
 
 /* Returns the maximum number of taps of a map from `in` to `out` elements. */
@@ -75,14 +75,14 @@ static inline int64_t ps_taps_most(const ps_attrs_resample *a, int d, int64_t in
     return a->kind == PS_TAPS_LINEAR ? 2 * out : out;
 }
 
-/* Returns the size in bytes of the memory for the map and its transpose. */
+/* Returns the number of bytes that ps_taps_make() needs in `memory`, with or without transpose. */
 static inline size_t ps_taps_nbytes(const ps_attrs_resample *a, int d, int64_t in, int64_t out)
 {
     return (size_t)(in + out + 4 + 4 * ps_taps_most(a, d, in, out)) * 8;
 }
 
-/* The taps of one result, which are the elements [first, end). The last element has the weight `last`, and all others
- * have the weight `weight`. */
+/* The taps of one result: the elements from `first` to end - 1. Element end - 1 has the weight `last`. All other
+ * elements have the weight `weight`. */
 typedef struct ps_tap { int64_t first, end; double weight, last; } ps_tap;
 
 PS_BOTH ps_tap ps_tap_window(const ps_attrs_resample *a, int d, int64_t in, int64_t out, int64_t i)
@@ -118,10 +118,10 @@ PS_BOTH ps_tap ps_tap_of(const ps_attrs_resample *a, int d, int64_t in, int64_t 
     int64_t j = i - a->padding[d];
     if (a->kind <= PS_TAPS_ADAPTIVE) return ps_tap_window(a, d, in, out, i);
     if (a->kind == PS_TAPS_LINEAR) return ps_tap_linear(a, in, out, i, scale);
-    if (a->kind == PS_TAPS_NEAREST) {                           /* in fp32, like in PyTorch */
+    if (a->kind == PS_TAPS_NEAREST) {                           /* computed in fp32, as in PyTorch */
         j = (int64_t)floorf(((float)i + (a->flag ? 0.5f : 0.0f)) * (float)scale);
         if (j > in - 1) j = in - 1;
-        if (!a->flag && (out == in || out == 2 * in)) j = i / (out / in);      /* independent of the scale, like in
+        if (!a->flag && (out == in || out == 2 * in)) j = i / (out / in);      /* does not depend on the scale, as in
                                                                                 * PyTorch */
     } else if (a->kind == PS_TAPS_REFLECT) {
         j = j < 0 ? -j : j >= in ? 2 * (in - 1) - j : j;
@@ -135,8 +135,8 @@ PS_BOTH ps_tap ps_tap_of(const ps_attrs_resample *a, int d, int64_t in, int64_t 
 }
 
 /* Makes the map from `in` to `out` elements along dimension d (0: H, 1: W). If a->transpose is set, makes the transpose
- * of that map. In both cases, in and out are the sizes of the map that is not transposed. `memory` must have
- * ps_taps_nbytes bytes; the result is stored there. */
+ * of this map instead. Even then, `in` and `out` are the sizes of the map before it is transposed. The result is stored
+ * in `memory`, which must have a size of ps_taps_nbytes() bytes. */
 static inline ps_taps ps_taps_make(const ps_attrs_resample *a, int d, int64_t in, int64_t out, void *memory)
 {
     int64_t most = ps_taps_most(a, d, in, out), n = 0;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The list of backends. Backends that every machine has are opened at startup, in the order of the rows. This order
- * determines the device indices. The other backends are opened when a script first uses them. `ref` is the first,
+ * The table of backends. Backends that every machine has are opened at startup. Their order in the table determines the
+ * device indices. The other backends are opened when a script first uses them. `ref` is opened before all others,
  * because other backends use its kernels as a fallback. Only the context calls this file. */
 #include <stdio.h>
 #include <string.h>
 #include "backend/backend.h"
 #include "base/error.h"
 
-/* all: the backends that are already open, in the order in which they were opened. */
+/* all: the backends that are already open, in the order of the table. */
 static int open_cpu(ps_backend *ref, ps_backend **all, ps_backend **out)
 {
     return ps_backend_cpu_open(ref, out);
@@ -29,11 +29,12 @@ static int open_sim(ps_backend *ref, ps_backend **all, ps_backend **out)
     return ps_backend_sim_open(ref, all[0], out);
 }
 
-/* This process's index on its machine, which selects one of several cards. If it is -1, the environment selects the
- * card. */
+/* The index of this process among the processes on its machine. It selects one of several cards. If it is -1,
+ * environment variables select the card. */
 static int local_rank = -1;
 
-/* The simulated machine. If `pretends` is set, its devices are opened instead of those of the real machine. */
+/* The simulated machine. If `pretends` is set, the simulated machine's devices are opened instead of the real machine's
+ * devices. */
 static ps_machine machine;
 static bool pretends;
 
@@ -57,10 +58,10 @@ static int open_cuda(ps_backend *ref, ps_backend **all, ps_backend **out)
 static const struct row {
     const char *name;
     int (*open)(ps_backend *ref, ps_backend **all, ps_backend **out);
-    /* A phrase for the machines that have the backend, which is opened at its first use. NULL: all machines have the
-     * backend, and it is opened at startup. */
+    /* NULL if all machines have the backend; the backend is then opened at startup. Otherwise a phrase that describes
+     * the machines which have it; the backend is then opened at its first use. */
     const char *where;
-    const char *numbered;         /* error for a request for a numbered device such as "NAME:0", or NULL */
+    const char *numbered;         /* error text if a script asks for a numbered device such as "NAME:0"; or NULL */
 } rows[] = {
     { .name = "cpu", .open = open_cpu },
     { .name = "ref", .open = take_ref },
@@ -72,7 +73,7 @@ static const struct row {
 };
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
-/* Opens the devices of a simulated machine. Each of them owns a real backend. */
+/* Opens the devices of a simulated machine. Each simulated device owns a real backend. */
 static int open_pretended(ps_backend *ref, ps_backend **out, int max)
 {
     ps_backend *real[ROWS] = { NULL };
@@ -151,7 +152,7 @@ void ps_backends_pretend(const ps_machine *m)
     if (m) machine = *m;
 }
 
-/* Closes the backends in any order, because closing one does not use the others. */
+/* The order in which backends are closed does not matter, because closing a backend does not use the other backends. */
 void ps_backends_close(ps_backend **all, int n)
 {
     for (int i = 0; i < n; i++)

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Backends for simulated devices. With them, a script can run its whole first step as if on a machine of any size
- * (tools/plan.lua). For each call, dispatch asks such a backend for the size of the workspace and computes nothing. The
- * exception is ops on a script's own values in host memory, which are computed. Copies end at once and move nothing.
+ * Backends for simulated devices. With simulated devices, a script can run its whole first step as if it were on a
+ * machine of any size (tools/plan.lua). For each call, dispatch asks the backend for the size of the workspace and
+ * computes nothing. Only ops on values in host memory that the script has written itself are computed. Copies end at
+ * once and move nothing.
  *
- * The regions of a simulated host are address space without pages. A tensor there can still store values that a script
- * writes itself (a batch, a list of numbers). The regions of other simulated devices are only addresses. */
+ * The regions of a simulated host are address space whose pages are not touched. A script can still write values to a
+ * tensor in such a region (a batch, a list of numbers). The regions of other simulated devices are addresses that
+ * cannot be accessed. */
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -18,7 +20,7 @@ typedef struct pretend_backend {
     ps_backend *real;              /* the backend that computes workspace sizes, unless `card` is a known GPU */
     ps_cuda_card card;             /* properties of a known GPU; sm_count is 0 for other devices */
     int64_t nbytes;                /* size of the simulated device's memory in bytes */
-    uintptr_t next;                /* address of the next region of a device other than the host */
+    uintptr_t next;                /* address of the next region (not used for a simulated host) */
 } pretend_backend;
 
 /* No process can map memory at these addresses. The addresses of `meta` are in another range. */
@@ -71,8 +73,8 @@ static void close_pretend(ps_backend *be)
     ps_free(p);
 }
 
-/* Allocates a region without huge pages. A script writes a few small tensors at scattered addresses, and each of them
- * would use a huge page. */
+/* Allocates a region without huge pages. A script writes a few small tensors at scattered addresses, and each of these
+ * tensors would use a huge page. */
 static int host_region_new(ps_backend *be, size_t nbytes, void **out)
 {
     PS_TRY(ps_host_region_new(be, nbytes, out));
@@ -87,8 +89,8 @@ static void as_host(ps_backend *be)
     be->region_discard = ps_host_region_discard;
 }
 
-/* If the real device frees memory by the page, then so does the simulated one, unless it is a GPU. Plans rely on
- * this. */
+/* Sets the functions of a simulated device other than the host. If `real` has region_discard, then the simulated device
+ * has it, too, unless it is a GPU. Plans rely on this. */
 static void as_device(ps_backend *be, const ps_backend *real, bool gpu)
 {
     be->region_new = region_new;

@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The `sim` backend, a simulated accelerator. It makes it possible to run, test and time all code for devices with
- * separate memory. Its memory has a set size and consists of regions of host memory. Scripts cannot read these regions
- * in place. The backend has the kernels of the cpu backend, and a copy engine with a bandwidth model.
+ * The `sim` backend, a simulated accelerator. With it, all code for devices with separate memory can be run, tested and
+ * timed without such a device. The simulated memory has a configured size and consists of regions of host memory.
+ * Scripts cannot read these regions directly. The backend uses the kernels of the cpu backend, and a copy engine with a
+ * bandwidth model.
  *
- * The copy engine has two lanes, one to the device and one from it. Each lane is a plain thread, which starts with the
- * lane's first copy. The times of a copy are fixed when it is requested. It begins when its lane is free and the copy
- * that it waits for has ended. It takes latency + nbytes / bandwidth. The thread moves the bytes in slices that are
- * spread over that time. The copy ends when the bytes are moved and the time is over. If the processor is too slow for
- * this, the thread is late, and it catches up when it can. All other functions are called from one thread.
+ * The copy engine has two lanes: one for copies to the device, and one for copies from the device. Each lane has a
+ * thread, which is started for the lane's first copy. When a copy is requested, its times are computed. The copy begins
+ * when its lane is free and the copy `after` has ended. Its duration is latency + nbytes / bandwidth. The thread moves
+ * the bytes in slices that are spread over the duration. The copy ends when all bytes are moved and the duration is
+ * over. If the processor is too slow, the thread is late and catches up later. All other functions are called from one
+ * thread.
  *
- * Kernels run in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA (which has the same values
- * as PS_CPU_ISA), the device uses the kernels of another instruction set. It is then faster than its host if the cpu
- * backend uses a lower set. */
+ * Kernels run in the caller's thread, so the device is as fast as the host. PS_SIM_ISA (with the same values as
+ * PS_CPU_ISA) makes the device use the kernels of another instruction set. If the cpu backend uses a lower instruction
+ * set, the device is then faster than the host. */
 #define _GNU_SOURCE                  /* for pthread_setname_np */
 #include <math.h>
 #include <pthread.h>
@@ -23,7 +25,7 @@
 #include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
-#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)   /* the thread sanitizer does not see such stores */
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)   /* the thread sanitizer does not see streaming stores */
 #include <emmintrin.h>
 #define STREAMING 1
 #endif
@@ -35,7 +37,8 @@
 #include "base/thread.h"
 
 #define GIB ((int64_t)1 << 30)
-/* Modelled seconds per slice. Shorter slices would wake up the thread more often and slow down computing threads. */
+/* Modelled seconds per slice. With shorter slices, the thread would wake up more often and slow down computing
+ * threads. */
 #define SLICE_S 0.002
 #define SLICE_LEAST ((size_t)64 << 10)
 #define NAP_S 0.02                   /* seconds that a thread sleeps before it checks whether its copy was cancelled */
@@ -51,8 +54,8 @@ struct ps_copy {
     void *dst;
     const void *src;
     size_t nbytes;
-    /* number: index of the copy in its lane, counted from 1. after: number of the copy in the other lane that must
-     * end first, or 0. */
+    /* number: index of the copy in its lane, counted from 1. after: number of the copy in the other lane that must end
+     * before this copy begins, or 0. */
     int64_t number, after;
     double begin, end;               /* modelled times of the first and last byte; `begin` includes the latency */
 };
@@ -63,9 +66,10 @@ typedef struct lane {
     const char *thread_name;
     pthread_t thread;
     bool has_thread;
-    pthread_cond_t work;             /* signalled when a copy is queued, or when the first copy can begin */
+    pthread_cond_t work;             /* signalled when a copy is queued, and when the copy `first` can begin */
     ps_copy *first, *last;           /* list of copies in order; the first copy is running */
-    int64_t asked, ended;            /* number of copies that were requested, and number of copies that have ended */
+    int64_t asked, ended;            /* asked: number of copies that were requested; ended: number of copies that have
+                                      * ended */
     double bytes_per_s, free_at;     /* free_at: modelled end of the last requested copy */
 } lane;
 
@@ -79,10 +83,11 @@ typedef struct region {
 struct sim_backend {
     ps_backend base;
     region *regions;
-    int64_t memory, handed_out;      /* size of the memory, and number of bytes allocated from it */
+    int64_t memory, handed_out;      /* memory: size of the memory in bytes; handed_out: number of bytes allocated from
+                                      * it */
     int64_t unchecked;               /* bytes that were allocated since the machine's free memory was last checked */
     double latency_s;
-    pthread_mutex_t lock;            /* guards all fields below, and whether lanes and copies are running */
+    pthread_mutex_t lock;            /* guards all fields below, and the state of lanes and copies */
     pthread_cond_t ended;
     bool stop;
     lane lanes[2];                   /* indexed by to_device */
@@ -105,7 +110,8 @@ static int64_t bytes_available(ps_backend *be)
     return sim->memory - sim->handed_out;
 }
 
-/* Returns the region that has all of these bytes. With `any`, returns a region that has at least one of them. */
+/* Returns the region that contains all nbytes bytes at p. If `any` is set, returns a region that contains at least one
+ * of these bytes. */
 static region *find_region(const sim_backend *sim, const char *p, size_t nbytes, bool any)
 {
     for (region *r = sim->regions; r; r = r->next) {
@@ -192,8 +198,8 @@ static void cancel_copies(sim_backend *sim, const region *r)
     }
 }
 
-/* Frees a region when its arena is closed or trimmed. If copies still use the region, an earlier step has failed, and
- * the copies end with an error. */
+/* Frees a region. This happens when its arena is closed or trimmed. Copies use the region then only if a step has
+ * failed. These copies are cancelled and end with an error. */
 static void region_free(ps_backend *be, void *p, size_t nbytes)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -223,7 +229,7 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
 }
 
 /* -- the lanes' threads ------------------------------------------------------------------------------------------- */
-/* Sleeps until time t. Returns false if the copy was cancelled in the meantime. */
+/* Sleeps until time t. Returns false if the copy c is cancelled before. */
 static bool sleep_until(ps_copy *c, double t)
 {
     while (!atomic_load_explicit(&c->cancelled, memory_order_relaxed)) {
@@ -236,8 +242,8 @@ static bool sleep_until(ps_copy *c, double t)
     return false;
 }
 
-/* Copies like memcpy, but without evicting data from the caches of computing threads. If neither side is in a cache,
- * this takes half the processor time of memcpy. */
+/* Copies like memcpy, but does not evict the data of computing threads from the caches. If neither src nor dst is in a
+ * cache, this function takes half the processor time of memcpy. */
 static void copy_past_caches(char *dst, const char *src, size_t n)
 {
 #ifdef STREAMING
@@ -288,7 +294,7 @@ static void *run_lane(void *arg)
     lane *l = arg;
     sim_backend *sim = l->sim;
     pthread_setname_np(pthread_self(), l->thread_name);
-    prctl(PR_SET_TIMERSLACK, 1000ul);              /* makes sleeps end within microseconds of the modelled time */
+    prctl(PR_SET_TIMERSLACK, 1000ul);              /* the thread wakes up within microseconds of the requested time */
     pthread_mutex_lock(&sim->lock);
     for (;;) {
         while (!sim->stop && !may_begin(l)) pthread_cond_wait(&l->work, &sim->lock);
@@ -300,7 +306,7 @@ static void *run_lane(void *arg)
         l->first = c->next;
         if (!l->first) l->last = NULL;
         l->ended = c->number;
-        c->ended = true;                           /* now the thread that waits for c owns it */
+        c->ended = true;                           /* from here on, the thread that waits for c owns c */
         pthread_cond_broadcast(&sim->ended);
         pthread_cond_signal(&l->other->work);
     }
@@ -449,7 +455,7 @@ int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per
     return 0;
 }
 
-/* Parses a size in bytes such as "64MiB", "1.5G" or "1000000". K, M and G mean powers of 1024, like KiB, MiB and
+/* Parses a size in bytes such as "64MiB", "1.5G" or "1000000". K, M and G are powers of 1024, as are KiB, MiB and
  * GiB. */
 static int parse_bytes(const char *text, int64_t *out)
 {
