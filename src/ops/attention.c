@@ -20,7 +20,8 @@ static int check_dropout(const ps_infer *f, double p, int32_t first_head)
     return p >= 0 && p < 1 ? 0 : ps_rule_fail(f, "dropout p = %g is not in [0, 1)", p);
 }
 
-/* Checks a mask. It is either bool [B, S], or int32 [B, T] with segments. With segments, T must be S. */
+/* Checks a mask of two dimensions. The mask must be bool [B, S] or, for segments, int32 [B, T]. For segments, T must
+ * equal S. */
 static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, int64_t queries, int64_t keys)
 {
     bool segments = mask && mask->dtype_ == PS_I32 && mask->ndim == 2;
@@ -46,7 +47,7 @@ static int check_any_mask(const ps_infer *f, const ps_tensor *mask, const ps_ten
 }
 
 /* Returns whether k has the type and the width of a cache: bf16 or fp16 elements, or rows of Q8_0 blocks. The caller
- * has found that the type of k differs from that of q. */
+ * has found that q and k have different types. */
 static bool is_cache_of(const ps_tensor *q, const ps_tensor *k)
 {
     const ps_blocks *b = ps_blocks_of(PS_Q8_0);
@@ -72,8 +73,8 @@ static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t caus
     return check_any_mask(f, in[3], q, k->shape_[2]);
 }
 
-/* Returns the meta of a tensor that has the shape of t [B, H, T, D]. If t is stored as [B, T, H, D], so is the new
- * tensor. */
+/* Returns the meta of a tensor with the shape of t [B, H, T, D]. If t is stored as [B, T, H, D], the tensor is stored
+ * in this order, too. */
 static ps_meta like_heads(const ps_tensor *t)
 {
     ps_meta m = ps_meta_like(t);
@@ -195,8 +196,8 @@ int infer_rope(ps_infer *f)
     return 0;
 }
 
-/* Rotates dy by the opposite angles. The matrix of a rotation is orthogonal, except for the scale of cos and sin, which
- * applies in both directions. */
+/* Rotates dy by the opposite angles. The matrix of a rotation is orthogonal, except that cos and sin can be scaled.
+ * Their scale applies in forward and in backward. */
 int grad_rope(ps_grad *g)
 {
     ps_attrs_rope attrs = { .inverse = !((const ps_attrs_rope *)g->attrs)->inverse };

@@ -8,7 +8,8 @@ int infer_channel_norm(ps_infer *f);
 int infer_channel_norm_backward(ps_infer *f);
 int grad_channel_norm(ps_grad *g);
 
-/* Sets the type and the shape of a statistic, which is [C] or [N, groups]. */
+/* Sets *stats to the type and the shape of a statistic. The shape is [C] for batch norm and [N, groups] for group
+ * norm. */
 static int stats_of(const ps_infer *f, const ps_tensor *x, int groups, const ps_tensor *w, const ps_tensor *b,
                     ps_meta *stats)
 {
@@ -37,8 +38,8 @@ int infer_channel_norm(ps_infer *f)
         return ps_rule_fail(f, "mean and var must be passed together, and only with groups = 0");
     if (mean) PS_TRY(ps_rule_like(f, mean, "the given mean", stats.dtype, 1, stats.shape));
     if (mean) PS_TRY(ps_rule_like(f, var, "the given variance", stats.dtype, 1, stats.shape));
-    int64_t count = x->numel_ / x->shape_[1];                 /* number of values from which each statistic is
-                                                               * computed */
+    int64_t count = x->numel_ / x->shape_[1];                 /* number of elements of x per channel (per set of batch
+                                                               * norm) */
     if (!mean && !a->groups && count < 1) return ps_rule_fail(f, "there are no values of which to compute the mean");
     f->out[0] = ps_meta_like(x);
     f->out[1] = f->out[2] = stats;

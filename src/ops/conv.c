@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Convolution, its transpose and the gradient of its weight: shapes and gradients. Each of these three ops is the
- * gradient of another one. The attributes of all three begin with the attributes of conv, which are pairs of values for
- * H and W. A tensor [N, C, L] uses only the value for W. */
+ * Convolution, its transpose and the gradient of its weight: shapes and gradients. The gradients of each of these three
+ * ops are computed by the other two ops. The attributes of all three ops begin with the attributes of conv. These
+ * attributes are pairs of values, for H and for W. For a tensor [N, C, L], only the value for W is used. */
 #include <string.h>
 #include "base/error.h"
 #include "tensor/optable.h"
@@ -12,8 +12,8 @@ int infer_conv_weight(ps_infer *f);
 int grad_conv(ps_grad *g);
 int grad_conv_transpose(ps_grad *g);
 
-/* Checks the attributes. If x has three dimensions, completes the attributes for the dimension H, which x does not
- * have. */
+/* Checks the attributes. If x has three dimensions, there is no dimension H, and its attributes are set to the values
+ * that change nothing. */
 static int check_attrs(const ps_infer *f, ps_attrs_conv *a, int spatial)
 {
     if (spatial == 1) a->stride[0] = a->dilation[0] = 1, a->padding[0] = a->padding[2] = 0;
@@ -38,8 +38,8 @@ static int check_bias(const ps_infer *f, const ps_tensor *b, int64_t channels)
     return ps_rule_fail(f, "the bias must be float [%lld]", (long long)channels);
 }
 
-/* Computes the output size of conv along the height (i = 0) or the width (i = 1). The input has `size` elements along
- * that dimension, and the kernel has k. */
+/* Computes the output size of conv along the height (i = 0) or the width (i = 1). Along that dimension, the input has
+ * `size` elements, and the kernel has k elements. */
 static int size_of(const ps_infer *f, const ps_attrs_conv *a, int i, int64_t size, int64_t k, int64_t *out)
 {
     int64_t span = (k - 1) * a->dilation[i] + 1, padded = size + a->padding[i] + a->padding[i + 2];
@@ -151,7 +151,7 @@ int infer_conv_weight(ps_infer *f)
 }
 
 /* -- gradients ----------------------------------------------------------------------------------------------------- */
-/* Computes and passes on the gradient of the bias, which is input 2. It is the sum of dy over samples and positions. */
+/* Computes the gradient of the bias (input 2) as the sum of dy over samples and positions, and passes it on. */
 static int give_bias(ps_grad *g, ps_tensor *dy)
 {
     ps_attrs_sum sum = { .dims = ((1u << dy->ndim) - 1) & ~2u };
@@ -162,8 +162,8 @@ static int give_bias(ps_grad *g, ps_tensor *dy)
     return 0;
 }
 
-/* Computes and passes on the gradient of the weight, which is input 1. If with_b is set, does the same for the bias. x
- * is the input of the conv that has this weight, and dy is the gradient of that conv's output. */
+/* Computes the gradient of the weight (input 1) and passes it on. If with_b is set, does the same for the bias. x:
+ * input of the conv. dy: gradient of the conv's output. */
 static int give_weight(ps_grad *g, ps_tensor *x, ps_tensor *dy, bool with_b)
 {
     const ps_meta *w = ps_grad_in_meta(g, 1);

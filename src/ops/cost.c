@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The cost of an op (ps_op_cost). There is one rule for each family of rows of ops.def. Only the FLOPs of matrix
- * products and of attention are counted. They are two for each multiplication with its addition, no matter how the
- * kernel computes them. PatrickStar and Megatron-LM count in the same way for their speeds. Elementwise work is bound
- * by memory bandwidth and counts no FLOPs. */
+ * The cost of an op (ps_op_cost). Related ops of ops.def share a rule. Only the FLOPs of matrix products, convolutions
+ * and attention are counted. A multiplication and its addition count as two FLOPs, no matter how the kernel computes
+ * them. PatrickStar and Megatron-LM count in the same way to compute their speeds. The FLOPs of elementwise work are
+ * not counted, because memory bandwidth limits its speed. */
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -16,8 +16,8 @@
 #define DECLARE(name) void cost_##name(ps_cost *c);
 RULES(DECLARE)
 
-/* Returns the size in bytes of the elements of t. Each element is counted once, because an expanded dimension exists in
- * memory only once. */
+/* Returns the size in bytes of the elements of t. An element of an expanded dimension is counted once, because it
+ * exists in memory only once. */
 static int64_t nbytes(const ps_tensor *t)
 {
     if (!t) return 0;
@@ -92,8 +92,8 @@ void cost_lm_loss(ps_cost *c)                     /* x [..., C], w [V, C]: the l
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], 0) * products;
 }
 
-/* Products with exchanges. In addition to the product, these ops move rows from other ranks and the terms that are
- * added to these rows. */
+/* Products with exchanges. In addition to the operands of the product, these ops move rows that other ranks send, and
+ * the terms of sums over ranks. */
 void cost_column_linear(ps_cost *c)               /* x [n, I] -> y [size n, O] */
 {
     const ps_attrs_column_linear *a = c->attrs;
@@ -132,8 +132,9 @@ void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V,
     c->flops += 2 * c->in[2]->numel_ * c->in[1]->numel_ * products;
 }
 
-/* -- convolutions: one product for each element of the kernel ------------------------------------------------------ */
-/* Returns the number of products in the sum of an output element, for w [O, C / groups, ...]. */
+/* -- convolutions: for each output, one multiplication per element of the kernel
+ * ------------------------------------------------------ */
+/* Returns the number of products that are summed for an output element. w is [O, C / groups, ...]. */
 static int64_t of_kernel(const ps_tensor *w)
 {
     return w->shape_[0] > 0 ? w->numel_ / w->shape_[0] : 0;
@@ -160,16 +161,16 @@ void cost_conv_weight(ps_cost *c)                 /* x, dy -> dw */
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
-/* Returns the number of pairs of a query and a key that it sees, for the queries at positions 0 to n - 1. A query sees
- * the keys up to its own position. If `window` is not 0, it sees only the last `window` of these keys. */
+/* Counts the pairs of a query and a key that the query sees, for the queries at positions 0 to n - 1. A query sees the
+ * keys up to its own position. If `window` is not 0, the query sees only the last `window` of these keys. */
 static int64_t pairs_up_to(int64_t n, int64_t window)
 {
     int64_t w = window > 0 && window < n ? window : n;
     return w * (w + 1) / 2 + (n - w) * w;
 }
 
-/* Returns the number of pairs of a query and a key that it sees, for one head. With a causal mask, query i is at
- * position keys - queries + i. */
+/* Counts the pairs of a query and a key that the query sees, for one head. With a causal mask, query i is at position
+ * keys - queries + i. */
 static int64_t pairs(int64_t queries, int64_t keys, int causal, int64_t window)
 {
     if (!causal) return queries * keys;
@@ -190,7 +191,7 @@ void cost_attention(ps_cost *c)
     c->flops += attention_flops(c->in[0], c->in[1], c->in[2], c->attrs);
 }
 
-/* Counts five products, because the scores are computed again. Forward has two products. */
+/* Backward has five products, because it computes the scores again. Forward has two products. */
 void cost_attention_backward(ps_cost *c)          /* dy q k v mask? y lse, with the attributes of attention */
 {
     cost_moves(c);
@@ -214,12 +215,13 @@ void cost_attention_packed_backward(ps_cost *c)   /* dy qkv mask? y lse, with th
     c->flops += packed_flops(c->in[1], c->attrs) / 2 * 5;
 }
 
-/* -- tables: only rows that indices name count --------------------------------------------------------------------- */
+/* -- tables: only rows that are selected by an index are counted
+ * --------------------------------------------------------------------- */
 void cost_embedding(ps_cost *c) { c->bytes += nbytes(c->in[1]) + 2 * nbytes(c->out[0]); }
 void cost_gather(ps_cost *c) { cost_embedding(c); }
 
-void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: adds to rows; a new dw is first filled with
-                                                   * zeros */
+void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: reads and writes rows of dw; a new dw is first
+                                                   * filled with zeros */
 {
     const ps_attrs_embedding_backward *a = c->attrs;
     c->bytes += nbytes(c->in[0]) + 3 * nbytes(c->in[1]) + (a->accumulate ? 0 : nbytes(c->out[0]));
@@ -243,7 +245,7 @@ void cost_sgd(ps_cost *c) { update(c, 4); }
 void cost_adafactor(ps_cost *c) { update(c, 5); }
 void cost_update(ps_cost *c) { update(c, 7); }
 
-void cost_muon(ps_cost *c)                        /* for symmetric products, counts half */
+void cost_muon(ps_cost *c)                        /* counts half of the FLOPs of symmetric products */
 {
     const ps_attrs_muon_ *a = c->attrs;
     update(c, 4);

@@ -81,12 +81,12 @@ int infer_bernoulli(ps_infer *f)
     return 0;
 }
 
-/* The maximum number of elements of a sample. The random words of a sample are generated four at a time, with a counter
- * of 32 bits. */
+/* The maximum number of elements of a sample. Each value of a 32-bit counter generates four random words of the
+ * sample. */
 static const int64_t MOST_OF_SAMPLE = (int64_t)1 << 34;
 
-/* Checks the rows of x. `rows` has their row numbers in the whole tensor. Each sample of the whole tensor must consist
- * of whole rows. */
+/* Checks the rows of x. `rows` contains the indices of these rows in the whole tensor. Each sample of the whole tensor
+ * must consist of whole rows. */
 static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
 {
     const ps_tensor *x = f->in[0], *rows = f->in[1];
@@ -101,8 +101,8 @@ static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
                         "are %lld and %lld", (long long)at->first, (long long)at->per_sample);
 }
 
-/* x has the elements `first` to first + numel - 1 of the whole tensor. If rows are given, x has these rows of the whole
- * tensor instead. All element numbers must fit into 64 bits. */
+/* x contains the elements `first` to first + numel - 1 of a larger tensor. If the input `rows` is given, x contains
+ * these rows of the larger tensor instead. The indices of all elements must fit into 64 bits. */
 int infer_dropout(ps_infer *f)
 {
     ps_attrs_dropout *at = f->attrs;
@@ -214,8 +214,8 @@ int grad_mul(ps_grad *g)
     return 0;
 }
 
-/* d(a/b): da = dy / b, db = -dy ((a / b) / b). If b is small, this order of the divisions makes an intermediate value
- * overflow only if db does. */
+/* d(a/b): da = dy / b, db = -dy ((a / b) / b). With this order of divisions, an intermediate value overflows only if db
+ * itself overflows. */
 int grad_div(ps_grad *g)
 {
     ps_tensor *a, *b, *t;
@@ -248,8 +248,8 @@ static int select_dy(ps_grad *g, ps_tensor **out, ps_tensor *cond, bool where_tr
     return keep_where(g, out, cond, where_true, g->dout[0]);
 }
 
-/* d(a^b): da = dy b a^(b-1), or 0 where b is 0, because a can be 0 or NaN there. db = dy y log a, or 0 where a is 0 and
- * b >= 0. */
+/* d(a^b): da = dy * b * a^(b-1). Where b is 0, da is set to 0, because a can be 0 or NaN. db = dy * y * log(a). Where a
+ * is 0 and b >= 0, db is set to 0. */
 int grad_pow(ps_grad *g)
 {
     ps_tensor *a, *b, *y, *zero, *t, *u;
@@ -278,8 +278,8 @@ int grad_pow(ps_grad *g)
     return give_summed(g, 1, t);
 }
 
-/* Passes dy to the input that was chosen. The other input gets no gradient. If both inputs are equal, each gets half of
- * dy. If one of them is NaN, both get dy. */
+/* The gradient of the maximum or minimum of two inputs. For each element, dy is passed to the input that was chosen,
+ * and the other input gets 0. If the two inputs are equal, each gets half of dy. If an input is NaN, both get dy. */
 static int pick(ps_grad *g, int weaker)
 {
     ps_tensor *a, *b, *tied, *half, *lost, *t, *all[PS_MAX_OUT];
@@ -301,7 +301,7 @@ static int pick(ps_grad *g, int weaker)
 int grad_maximum(ps_grad *g) { return pick(g, PS_OP_lt); }
 int grad_minimum(ps_grad *g) { return pick(g, PS_OP_gt); }
 
-/* Passes -dy times the quotient to the divisor. */
+/* Passes -dy * quotient to the divisor as its gradient. */
 static int give_quotient(ps_grad *g, ps_tensor *quotient)
 {
     ps_tensor *t;
@@ -347,7 +347,7 @@ int grad_lerp(ps_grad *g)
     return 0;
 }
 
-/* dx = dy where x is above 0, and w dy elsewhere. dw = 0 where x is above 0, and x dy elsewhere. */
+/* Where x is above 0, dx = dy and dw = 0. Elsewhere, dx = w * dy and dw = x * dy. */
 int grad_prelu(ps_grad *g)
 {
     ps_tensor *in[2], *above, *zero, *t, *all[PS_MAX_OUT];
@@ -366,7 +366,7 @@ int grad_prelu(ps_grad *g)
     return 0;
 }
 
-/* dx = dy (sigmoid(x) - t), dt = -dy x. */
+/* dx = dy * (sigmoid(x) - t), dt = -dy * x. */
 int grad_logit_entropy(ps_grad *g)
 {
     ps_tensor *x, *target, *t;
@@ -426,7 +426,7 @@ int grad_pow_scalar(ps_grad *g)
     return give_times_dy(g, t);
 }
 
-/* Passes dy where x is strictly between the bounds, as in PyTorch. A bound that is infinite has no effect. */
+/* Passes on dy where x is strictly between the bounds, as in PyTorch. An infinite bound has no effect. */
 int grad_clamp(ps_grad *g)
 {
     const ps_attrs_clamp *at = g->attrs;
@@ -488,7 +488,7 @@ int grad_sqrt(ps_grad *g)
     return 0;
 }
 
-/* Halves dy instead of y^3. For a large x, y^3 is close to the smallest number of fp16. */
+/* dx = -dy / 2 * y^3. dy is halved, and not y^3, because y^3 is close to the smallest number of fp16 if x is large. */
 int grad_rsqrt(ps_grad *g)
 {
     ps_tensor *y, *t, *half;
@@ -522,7 +522,7 @@ int grad_abs(ps_grad *g) { return times_function(g, PS_OP_sign, 1); }
 int grad_sin(ps_grad *g) { return times_function(g, PS_OP_cos, 1); }
 int grad_cos(ps_grad *g) { return times_function(g, PS_OP_sin, -1); }
 
-/* The gradient of sign, floor, ceil and round is 0, because they are constant almost everywhere. */
+/* The gradient of sign, floor, ceil and round is 0, because these functions are constant almost everywhere. */
 int grad_zero(ps_grad *g)
 {
     ps_tensor *t;
@@ -566,8 +566,8 @@ int grad_relu(ps_grad *g)
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_scalar_like(g, &t, y, 0));
     PS_TRY(ps_run1(g, PS_OP_le, &t, y, t));
-    PS_TRY(select_dy(g, &t, t, false));                       /* where y is NaN, dy passes, as the NaN does in
-                                                               * forward */
+    PS_TRY(select_dy(g, &t, t, false));                       /* where y is NaN, dy is passed on, as forward passes on
+                                                               * the NaN */
     ps_grad_give(g, 0, t);
     return 0;
 }
@@ -608,7 +608,7 @@ int grad_nan_to_num(ps_grad *g)
     return 0;
 }
 
-/* Passes dy where x is above `from`, and `other` where it is not. */
+/* Passes on dy where x is above `from`, and `other` elsewhere. */
 static int give_above(ps_grad *g, ps_tensor *x, double from, ps_tensor *other)
 {
     ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
@@ -659,7 +659,7 @@ int grad_act_mul(ps_grad *g)
     return 0;
 }
 
-/* Drops the same elements of dy that forward dropped. */
+/* Drops the elements of dy that forward dropped in x. */
 int grad_dropout(ps_grad *g)
 {
     ps_tensor *rows, *all[PS_MAX_OUT] = { NULL };

@@ -30,7 +30,8 @@ int infer_pad(ps_infer *f)
     return 0;
 }
 
-/* Pads dy by the negative widths. Elements that forward removed get 0, and the gradient of the padding is dropped. */
+/* Pads dy by the negative widths. Elements that forward removed get the gradient 0, and the gradient of the padding is
+ * dropped. */
 int grad_pad(ps_grad *g)
 {
     const ps_attrs_pad *a = g->attrs;
@@ -50,8 +51,8 @@ static int check_image(const ps_infer *f, const ps_tensor *x)
 
 static const char *along(int i) { return i == 0 ? "height" : "width"; }
 
-/* Checks `out` windows of `kernel` elements. They must be within the `in` elements and their padding, and each window
- * must begin before the padding at the end. */
+/* Checks `out` windows of `kernel` elements. All windows must be within the `in` elements and the padding around them,
+ * and no window may begin in the padding at the end. */
 static int check_windows(const ps_infer *f, int i, int64_t in, int64_t out, int64_t kernel, int64_t dilation,
                          int64_t stride, int64_t before, int64_t after)
 {
@@ -69,8 +70,8 @@ static int check_windows(const ps_infer *f, int i, int64_t in, int64_t out, int6
     return 0;
 }
 
-/* Checks that each window has at least one element that is not padding. A window with a dilation can skip all
- * elements. */
+/* Checks that each window contains at least one element that is not padding. With a dilation, a window can skip over
+ * all elements of the input. */
 static int check_elements(const ps_infer *f, int i, int64_t in, const ps_attrs_max_pool *a)
 {
     int64_t k = a->kernel[i], d = a->dilation[i], p = a->padding[i];

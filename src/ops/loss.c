@@ -30,7 +30,7 @@ static int softmax_like(ps_grad *g, int op)
 int grad_softmax(ps_grad *g) { return softmax_like(g, PS_OP_softmax_backward); }
 int grad_log_softmax(ps_grad *g) { return softmax_like(g, PS_OP_log_softmax_backward); }
 
-/* Checks the targets. They must be integers, one for each row of `rows` [..., last]. */
+/* Checks the targets. There must be one integer for each row of `rows` [..., last]. */
 static int check_targets(const ps_infer *f, const ps_tensor *rows, const ps_tensor *target)
 {
     if (rows->ndim < 1 || !ps_dtype_is_float(rows->dtype_)) return ps_rule_fail(f, "x must have float rows");
@@ -45,7 +45,8 @@ static int check_reduction(const ps_infer *f, int reduction)
     return reduction >= 0 && reduction <= 2 ? 0 : ps_rule_fail(f, "reduction is %d; it must be 0, 1 or 2", reduction);
 }
 
-/* Returns the meta of the output `hits`. It has the number of rows that are hits, and the number of rows that count. */
+/* Returns the meta of the output `hits`. It contains the number of hits and the number of rows whose target is not
+ * ignored. */
 static ps_meta hits_of(int want)
 {
     return want ? (ps_meta){ .dtype = PS_I64, .ndim = 1, .shape = { 2 } } : (ps_meta){ .ndim = -1 };
@@ -88,7 +89,7 @@ int grad_cross_entropy(ps_grad *g)
     return 0;
 }
 
-/* Checks the weights of the V classes. The weights can be absent. */
+/* Checks the weights of the V classes. `weight` can be NULL. */
 static int check_weight(const ps_infer *f, const ps_tensor *weight, int dtype, int64_t V)
 {
     return weight ? ps_rule_like(f, weight, "weight", dtype, 1, &V) : 0;
@@ -152,8 +153,8 @@ int infer_lm_loss(ps_infer *f)
                                                                                      * want_grad */
     if (f->needs && f->ahead) at->want_grad &= 1;
     at->dloss = 1;
-    /* The gradient of a mean over many rows would underflow in fp16, so it is scaled. The scale is a power of two, so
-     * that scaling is exact. */
+    /* The gradient of a mean over many rows would underflow in fp16, so the gradient is scaled. The scale is a power of
+     * two, so that scaling is exact. */
     if (x->dtype_ == PS_F16 && at->reduction == 1)
         while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;
     f->out[0] = (ps_meta){ .dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32 };
@@ -168,10 +169,10 @@ int infer_lm_loss(ps_infer *f)
 }
 
 /* -- losses of a product, which compute their gradients in the same op --------------------------------------------- */
-/* Computes the gradients that forward did not compute, by running the op again. It uses the same panels, so the
- * gradients are bit-identical. `inputs` are the indices of x, w and bias, in the order of their gradients. `want` is
- * the field of attrs that says which gradients forward computed. attrs requests no hits, because forward has counted
- * them. */
+/* Runs the op again to compute the gradients that forward did not compute. The panels are the same, so these gradients
+ * are bit-identical to those that forward would have computed. inputs: the indices of the inputs x, w and bias. want:
+ * the field of attrs that says which gradients forward has computed. attrs must not request hits, because forward has
+ * counted them. */
 static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, int32_t *want, ps_tensor **all)
 {
     ps_tensor *in[8] = { NULL };
@@ -183,9 +184,9 @@ static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, in
     return ps_run_list(g, op, attrs, all, g->n_in, in);
 }
 
-/* Passes on the gradients that were computed together with the loss. They were computed for a loss gradient of 1 /
- * alpha, a power of two. They are scaled in place by a factor that stays on the device. `again` is the result of
- * panels_again. */
+/* Passes on the gradients that were computed together with the loss. They were computed as if the loss's gradient were
+ * 1 / alpha, a power of two. Here they are multiplied in place by alpha and by the loss's gradient, which stays on the
+ * device. `again` contains the results of panels_again(). */
 static int give_panels(ps_grad *g, const int inputs[3], double alpha, ps_tensor *const *again)
 {
     ps_attrs_scale_by_ attrs = { .alpha = alpha };
@@ -281,8 +282,8 @@ int infer_parallel_lm_loss(ps_infer *f)
     PS_TRY(ps_rule_like(f, f->in[3], "share", wide(x), 2, coefficients));
     if (f->in[4]) PS_TRY(ps_rule_like(f, f->in[4], "bias", x->dtype_, 1, w->shape_));
     if (f->in[5]) PS_TRY(ps_rule_like(f, f->in[5], "mass", wide(x), 1, w->shape_));
-    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 2 & 4));     /* otherwise its gradient rule
-                                                                                        * sets want_grad */
+    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 2 & 4));     /* otherwise the op's gradient
+                                                                                        * rule sets want_grad */
     if (f->needs && f->ahead) at->want_grad &= 1;
     f->out[0] = (ps_meta){ .dtype = wide(x) };
     f->out[1] = ps_meta_like(x);

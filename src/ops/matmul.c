@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products: shapes and gradients. Gradients of weights are products of transposed views. If the weight already
- * has a gradient (because of a tied weight or an earlier micro-batch), the product is added directly to that
+ * Matrix products: shapes and gradients. Gradients of weights are products of transposed views. If a weight already has
+ * a gradient (from another use of the weight or an earlier micro-batch), the product is added directly to this
  * gradient. */
 #include <string.h>
 #include "base/error.h"
@@ -48,15 +48,15 @@ static int transpose(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* Computes the product a b, which is the gradient of input i. Adds the product directly to an existing gradient, if
- * that needs no additional pass. */
+/* Computes the gradient of input i, which is the product a b. If input i already has a gradient, the product is added
+ * to it directly, unless this would need an additional pass. */
 static int give_product(ps_grad *g, int i, ps_tensor *a, ps_tensor *b)
 {
     const ps_meta *m = ps_grad_in_meta(g, i);
     ps_attrs_matmul attrs = { 0 };
     ps_tensor *all[PS_MAX_OUT] = { NULL }, *sum;
     if (m->ndim == a->ndim && a->ndim == b->ndim) PS_TRY(ps_grad_dest(g, i, &all[0], &attrs.accumulate));
-    if (all[0] && m->ndim > 2) {                                /* the gradient of a broadcast batch must be summed
+    if (all[0] && m->ndim > 2) {                                /* the products of a broadcast batch must be summed
                                                                  * first */
         for (int d = 0; d < m->ndim - 2; d++)
             if (m->shape[d] != a->shape_[d] && m->shape[d] != b->shape_[d]) all[0] = NULL;
@@ -80,8 +80,9 @@ static int rows_of(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return ps_reshape_to(g, out, t, 2, shape);
 }
 
-/* Computes db for a matrix b that is multiplied by every matrix of a's batch. One product over the rows of the whole
- * batch computes it. With separate products, bf16 and fp16 results would be rounded before they are summed. */
+/* Computes db if every matrix of a's batch is multiplied by the same matrix b. db is one product that sums over the
+ * rows of the whole batch. With one product per matrix of the batch, bf16 and fp16 results would be rounded before they
+ * are summed. */
 static int give_of_rows(ps_grad *g, ps_tensor *a)
 {
     const ps_meta *m = ps_grad_in_meta(g, 1);
@@ -97,8 +98,8 @@ static int give_of_rows(ps_grad *g, ps_tensor *a)
     return 0;
 }
 
-/* Computes da in bf16 or fp16 for a matrix a that is multiplied by every matrix of b's batch. One product over the
- * columns of the whole batch computes it, for the same reason as in give_of_rows. */
+/* Computes da in bf16 or fp16 if the same matrix a is multiplied by every matrix of b's batch. da is one product that
+ * sums over the columns of the whole batch, for the same reason as in give_of_rows(). */
 static int give_of_columns(ps_grad *g, ps_tensor *b)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);
@@ -219,7 +220,7 @@ int ps_give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_te
     return 0;
 }
 
-/* dx = dy w^T, dw = x^T dy (or its transpose), db = the sum of dy over rows, dresidual = dy. */
+/* dx = dy w^T. dw = x^T dy, or its transpose if w is [O, I]. db = the sum of dy over rows. dresidual = dy. */
 int grad_linear(ps_grad *g)
 {
     const ps_attrs_linear *at = g->attrs;
@@ -301,8 +302,8 @@ int grad_mlp(ps_grad *g)
     PS_TRY(ps_give_weights(g, 3, 4, at->out_in, h, dy));
     if (ps_grad_wants(g, 5)) ps_grad_give(g, 5, dy);
     if (!ps_grad_wants(g, 0) && !wants_1 && !ps_grad_wants(g, 2)) return 0;
-    if (!dpre) {                                       /* it is computed together with the gradient of the bias,
-                                                        * earlier than it is needed */
+    if (!dpre) {                                       /* dpre is computed together with the gradient of b1, even if the
+                                                        * latter is needed only later */
         ps_attrs_linear_gelu_backward back = { .out_in = at->out_in, .want_b = wants_b1 };
         PS_TRY(ps_grad_in(g, 3, &w));
         if (wants_b1) PS_TRY(ps_grad_dest(g, 2, &all[1], &back.add_b));

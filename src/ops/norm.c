@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Layer norm (Ba, Kiros and Hinton 2016) and RMS norm (Zhang and Sennrich 2019): shapes and gradients. dx is added to
- * the pending gradient of the residual stream in the same pass. */
+ * Layer norm (Ba, Kiros and Hinton 2016) and RMS norm (Zhang and Sennrich 2019): shapes and gradients. Backward adds dx
+ * to the gradient of the residual stream in the same pass, if that gradient already exists. */
 #include <string.h>
 #include "base/error.h"
 #include "tensor/optable.h"
@@ -48,8 +48,8 @@ int infer_rms_norm(ps_infer *f)
     return 0;
 }
 
-/* Inputs: dy x w? statistics... add?. Outputs: dx in the shape of x; dw (and db) [C] in the type of the weights, if
- * wanted. */
+/* Inputs: dy x w? statistics... add?. Outputs: dx has the shape of x. dw and db are [C] and have the type of the
+ * weights; they are computed only if they are wanted. */
 static int backward_shapes(ps_infer *f, int want_w, int n_w)
 {
     const ps_tensor *x = f->in[1], *w = f->in[2], *add = f->in[f->n_in - 1];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizer updates and ops that store gradients. Their groups of tensors are checked here. None of these ops has a
- * gradient rule. */
+ * Optimizer updates and ops that store gradients: checks of their groups of tensors. None of these ops has a gradient
+ * rule. */
 #include "base/error.h"
 #include "base/update.h"
 #include "tensor/optable.h"
@@ -22,12 +22,12 @@ int infer_remainder_split(ps_infer *f);
 int infer_remainder_join(ps_infer *f);
 
 /* Checks groups of param, master, grad and states. The master is one of three tensors: an fp32 tensor (fp64 for fp64
- * parameters), the parameter itself, or the remainders of a bf16 parameter. Remainders are uint8 [2 numel], and they
- * are the lower halves of the parameter's fp32 values (base/half.h).
+ * parameters), the parameter itself, or the remainders of a bf16 parameter. Remainders are the lower halves of the
+ * parameter's fp32 values (base/half.h), stored as uint8 [2 * numel].
  *
- * The first `alike` states have the parameter's numel and the type `dtype`. PS_F32 means fp64 for fp64 parameters. The
- * op's own rule checks the other states. All tensors except the gradient are written to, so they must not be copies:
- * writes to a copy would be lost. */
+ * The first `alike` states must have the parameter's numel and the type `dtype`. If `dtype` is PS_F32, states of fp64
+ * parameters must be fp64. The op's own rule checks the other states. The op writes to all tensors except the gradient,
+ * so these tensors must not be copies, because writes to a copy would be lost. */
 static int check_update(const ps_infer *f, int size, int alike, int dtype)
 {
     if (f->n_in % size) return ps_rule_fail(f, "%d tensors cannot be divided into groups of %d", f->n_in, size);
@@ -35,7 +35,8 @@ static int check_update(const ps_infer *f, int size, int alike, int dtype)
         const ps_tensor *p = f->in[i - i % size], *master = f->in[i - i % size + 1], *t = f->in[i];
         int k = i % size, wide = p->dtype_ == PS_F64 ? PS_F64 : PS_F32, state = dtype == PS_F32 ? wide : dtype;
         bool low = k == 1 && t->dtype_ == PS_U8;
-        bool unused = k > 1 && t == master;                    /* the caller has no state of this kind */
+        bool unused = k > 1 && t == master;                    /* the caller passes the master again in place of a state
+                                                                * that it does not have */
         if (k < 3 + alike && t->numel_ != (low ? 2 : 1) * p->numel_ && !unused)
             return ps_rule_fail(f, "tensor %d of group %d has %lld elements, but the parameter has %lld", k, i / size,
                                 (long long)t->numel_, (long long)p->numel_);
@@ -83,7 +84,7 @@ int infer_muon(ps_infer *f)
     return 0;
 }
 
-/* Returns the product of all sizes of a tensor except that of dimension d. */
+/* Returns the product of the sizes of all dimensions of t except dimension d. */
 static int64_t numel_without(const ps_tensor *t, int d)
 {
     int64_t n = 1;
@@ -92,7 +93,8 @@ static int64_t numel_without(const ps_tensor *t, int d)
 }
 
 /* A tensor of two or more dimensions [..., R, C] has two states: the averages of rows [..., R, 1] and the averages of
- * columns [..., 1, C]. A vector has one average per element as its first state, and the master again as its second. */
+ * columns [..., 1, C]. A vector's first state contains one average per element. In place of the second state, the
+ * caller passes the master again. */
 int infer_adafactor(ps_infer *f)
 {
     PS_TRY(check_update(f, 5, 0, PS_F32));
@@ -112,7 +114,7 @@ int infer_adafactor(ps_infer *f)
     return 0;
 }
 
-/* Checks the states. Each average has two: codes, which are uint8 [numel], and scales, which are fp32 [blocks]. */
+/* Checks the states. Each average is stored as two states: codes (uint8 [numel]) and scales (fp32 [blocks]). */
 static int check_codes(const ps_infer *f, int each)
 {
     PS_TRY(check_update(f, each, 0, PS_F32));
@@ -162,7 +164,8 @@ int infer_remainder_join(ps_infer *f)
     return 0;
 }
 
-/* The caller can pass the output. The kernel checks its dtype then, because this function does not know it. */
+/* The caller can pass the output tensor. In this case the kernel checks the tensor's dtype, because this function does
+ * not know it. */
 int infer_grad_store(ps_infer *f)
 {
     const ps_attrs_grad_store *at = f->attrs;

@@ -10,7 +10,7 @@ int infer_pack(ps_infer *f);
 int infer_linear_packed(ps_infer *f);
 int grad_linear_packed(ps_grad *g);
 
-/* Computes the number of values in a row of w. */
+/* Sets *out to the number of values that a row of w contains. */
 static int row_numel(ps_infer *f, const ps_tensor *w, int type, int64_t *out)
 {
     const ps_blocks *b = ps_blocks_of(type);
@@ -96,7 +96,7 @@ int infer_linear_packed(ps_infer *f)
     return 0;
 }
 
-/* dx = dy w, db = the sum of dy over rows, dresidual = dy. */
+/* dx = dy w. db = the sum of dy over rows. dresidual = dy. */
 int grad_linear_packed(ps_grad *g)
 {
     const ps_attrs_linear_packed *at = g->attrs;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops of several ranks: shapes and gradients. In most of these ops every rank has its own loss and its own dy. The
- * gradient of x is then the gradient of the sum of all ranks' losses. The ops of tensor parallelism (..._tp) have one
- * loss, which all ranks compute identically (Shoeybi et al. 2019, "Megatron-LM"). */
+ * Ops of several ranks: shapes and gradients. For most of these ops, every rank has its own loss and its own dy. The
+ * gradient of x is then the gradient of the sum of all ranks' losses. For the ops of tensor parallelism (..._tp), there
+ * is one loss, and all ranks compute it identically (Shoeybi et al. 2019, "Megatron-LM"). */
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -20,8 +20,8 @@ int infer_column_linear_grad(ps_infer *f);
 int grad_column_linear(ps_grad *g);
 int grad_row_linear(ps_grad *g);
 
-typedef ps_attrs_all_reduce of_ranks;           /* the attributes that all these ops have; ops with products have
-                                                 * more */
+typedef ps_attrs_all_reduce of_ranks;           /* the attributes that all ops here have in common; ops with products
+                                                 * have additional attributes */
 
 static bool gathers(int op)
 {
@@ -79,7 +79,7 @@ int grad_counted_once(ps_grad *g)
     return 0;
 }
 
-/* Only the x of the root was used, so only the root gets a gradient. */
+/* Forward used only the root's x, so only the root's x gets a gradient. */
 int grad_broadcast(ps_grad *g)
 {
     const of_ranks *at = g->attrs;
@@ -92,10 +92,11 @@ int grad_broadcast(ps_grad *g)
 }
 
 /* -- products with exchanges --------------------------------------------------------------------------------------- */
-/* The attributes of column_linear and column_linear_grad begin with those of row_linear. */
+/* The attributes of column_linear and column_linear_grad begin with the attributes of row_linear. */
 typedef ps_attrs_row_linear with_product;
 
-/* Checks x [..., I] and w. They must have the same float type. With out_in, w is [O, I]. Sets *out to O. */
+/* Checks x [..., I] and w. x and w must have the same float type. w is [I, O], or [O, I] if out_in is set. Sets *out to
+ * O. */
 static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, bool out_in, int64_t *out)
 {
     const with_product *at = f->attrs;
@@ -184,7 +185,7 @@ int infer_column_linear_grad(ps_infer *f)
     return 0;
 }
 
-/* Gathers the rows of t from all ranks. */
+/* Sets *out to the rows of all ranks' t. */
 static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
 {
     const of_ranks *at = g->attrs;
@@ -195,15 +196,15 @@ static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* The products of a column_linear call whose outputs have a gradient. w and b are the input indices of each product's
- * weight and bias. */
+/* The products of a call of column_linear. Products whose output has no gradient are left out. w and b contain the
+ * input indices of each product's weight and bias. */
 typedef struct products {
     int n, w[PS_MAX_COLUMNS], b[PS_MAX_COLUMNS];
     ps_tensor *dy[PS_MAX_COLUMNS];
 } products;
 
-/* Computes dx. During the exchanges of dx, also computes dw and db of the weights that need them. `full` has the rows
- * of x from all ranks. If it is NULL, the op gathers these rows from x. */
+/* Computes dx. While ranks exchange dx, also computes the dw and db that are needed. `full` contains the rows of x of
+ * all ranks. If `full` is NULL, the op gathers these rows from x. */
 static int give_all(ps_grad *g, const products *p, ps_tensor *x, ps_tensor *full)
 {
     const with_product *at = g->attrs;
@@ -235,8 +236,8 @@ static int give_all(ps_grad *g, const products *p, ps_tensor *x, ps_tensor *full
     return 0;
 }
 
-/* dx = this rank's rows of the sum of dy w^T over all dy and ranks, dw = full^T dy (or its transpose), db = the sum of
- * dy over rows. */
+/* Let s be the sum of dy w^T over all outputs and ranks. dx = this rank's rows of s. dw = full^T dy, or its transpose
+ * if w is [O, I]. db = the sum of dy over rows. */
 int grad_column_linear(ps_grad *g)
 {
     const ps_attrs_column_linear *at = g->attrs;
@@ -257,7 +258,7 @@ int grad_column_linear(ps_grad *g)
     return 0;
 }
 
-/* dx = dy w^T, dw = x^T dy (or its transpose). dy has the rows of all ranks. */
+/* dx = dy w^T. dw = x^T dy, or its transpose if w is [O, I]. dy contains the rows of all ranks. */
 int grad_row_linear(ps_grad *g)
 {
     const ps_attrs_row_linear *at = g->attrs;

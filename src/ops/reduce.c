@@ -24,8 +24,8 @@ int grad_cumprod(ps_grad *g);
 int grad_cdist(ps_grad *g);
 int grad_topk(ps_grad *g);
 
-/* Returns the shape of x without the dimensions in the bit set `dims`. With keepdim, these dimensions are kept with
- * size 1 instead. */
+/* Returns the shape of x without the dimensions in the bit set `dims`. If keepdim is set, these dimensions are kept and
+ * have the size 1. */
 static ps_meta reduced_meta(const ps_tensor *x, uint32_t dims, bool keepdim, int dtype)
 {
     ps_meta m = { .dtype = dtype };
@@ -36,7 +36,7 @@ static ps_meta reduced_meta(const ps_tensor *x, uint32_t dims, bool keepdim, int
     return m;
 }
 
-/* The attributes of all reductions begin with the fields of ps_attrs_mean, which are dims and keepdim. */
+/* The attributes of all reductions begin with the fields of ps_attrs_mean: dims and keepdim. */
 int infer_reduce(ps_infer *f)
 {
     ps_attrs_mean *at = f->attrs;
@@ -54,7 +54,8 @@ int infer_reduce(ps_infer *f)
     return 0;
 }
 
-/* Returns dy, or another result of the reduction, with its reduced dimensions restored as dimensions of size 1. */
+/* Sets *out to t with the reduced dimensions restored as dimensions of size 1. t has the shape of the result, such as
+ * dy. */
 static int keep_dims(ps_grad *g, ps_tensor **out, ps_tensor *t)
 {
     const ps_attrs_mean *at = g->attrs;
@@ -88,7 +89,7 @@ int grad_mean(ps_grad *g)
     return give_expanded(g, t);
 }
 
-/* The elements that equal the result share its gradient. */
+/* If several elements equal the result, its gradient is divided equally among them. */
 int grad_amax(ps_grad *g)
 {
     const ps_attrs_amax *at = g->attrs;
@@ -128,7 +129,7 @@ int infer_prod(ps_infer *f)
     return 0;
 }
 
-/* This is also the rule of cumprod, because its attributes begin with the same dimension. */
+/* cumprod uses this rule, too, because its attributes begin with the same field as those of cumsum. */
 int infer_cumsum(ps_infer *f)
 {
     f->out[0] = ps_meta_like(f->in[0]);
@@ -231,7 +232,7 @@ int infer_topk(ps_infer *f)
     return 0;
 }
 
-/* Adds the gradient of each value at the position from which forward read the value. */
+/* Adds the gradient of each result to dx, at the position from which forward read the result. */
 int grad_topk(ps_grad *g)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);

@@ -97,7 +97,7 @@ int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double be
     return 0;
 }
 
-/* Adds -0, because x + -0 is x for every x. With +0, -0 would become +0. */
+/* Computes alpha * x + (-0). x + (-0) is x for every x. With +0, -0 would become +0. */
 int ps_scaled(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha) { return ps_affine(g, out, x, alpha, -0.0); }
 
 int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype)

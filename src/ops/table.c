@@ -29,8 +29,8 @@ static int check_index(const ps_infer *f, const ps_tensor *index)
     return index->dtype_ == PS_I32 || index->dtype_ == PS_I64 ? 0 : ps_rule_fail(f, "indices must be int32 or int64");
 }
 
-/* Checks the shard of an embedding. w has `rows` rows of the embedding, starting at row `first`. The embedding has
- * `total` rows, or 0 if w is the whole embedding. Rows of w after the end of the embedding are padding. */
+/* Checks the shard of an embedding. w contains `rows` rows of the embedding, starting at row `first`. total: number of
+ * rows of the embedding; 0 if w is the whole embedding. Rows of w after the end of the embedding are padding. */
 static int check_part(const ps_infer *f, int64_t first, int64_t total, int64_t rows)
 {
     if (first >= 0 && total >= 0 && first <= INT64_MAX - rows && (total > 0 || first == 0)) return 0;
@@ -106,8 +106,8 @@ int infer_flat_index(ps_infer *f)
     return 0;
 }
 
-/* Returns the shape of the elements that `index` selects in x along `dim`. It begins with the shape of index. If index
- * has no dimensions after `dim`, those of x follow. */
+/* Returns the shape of the elements that `index` selects in x. The shape begins with the shape of index. If x has more
+ * dimensions than index, the remaining dimensions of x follow. */
 static ps_meta picked_of(const ps_tensor *x, const ps_tensor *index)
 {
     ps_meta m = ps_meta_like(index);
@@ -275,7 +275,8 @@ int grad_scatter(ps_grad *g)
     return 0;
 }
 
-/* Elements of x and src that equal the result share its gradient, as in PyTorch. */
+/* If several elements of x and src equal a result, the result's gradient is divided equally among them, as in
+ * PyTorch. */
 int grad_scatter_reduce(ps_grad *g)
 {
     const ps_attrs_scatter_reduce *at = g->attrs;

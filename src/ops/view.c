@@ -32,8 +32,9 @@ int grad_concat(ps_grad *g);
 int grad_flip(ps_grad *g);
 int grad_triangle(ps_grad *g);
 
-/* Finds strides with which `shape` has the elements of x without a copy, by the rule of NumPy and PyTorch. A run of
- * dimensions of x that are contiguous with each other can be divided differently. Returns false if a copy is needed. */
+/* m->shape is a new shape for the elements of x. Finds strides for this shape, by the rule of NumPy and PyTorch: a run
+ * of dimensions of x that are contiguous with each other can be divided differently. Returns false if there are no such
+ * strides and a copy is needed. */
 static bool view_strides(const ps_tensor *x, ps_meta *m)
 {
     int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS];
@@ -136,8 +137,8 @@ int infer_slice(ps_infer *f)
     if (at->step < 1 || at->start < 0 || at->stop < at->start || at->stop > size)
         return ps_rule_fail(f, "the range [%lld, %lld) with step %lld is not valid for dimension %d of size %lld",
                             (long long)at->start, (long long)at->stop, (long long)at->step, at->dim, (long long)size);
-    if (at->step > size) at->step = size > 0 ? size : 1;       /* a smaller step selects the same elements, and does
-                                                                * not overflow */
+    if (at->step > size) at->step = size > 0 ? size : 1;       /* this step selects the same elements as a larger step,
+                                                                * and does not overflow */
     f->out[0] = ps_tensor_meta(x);
     f->out[0].offset += at->start * x->stride_[at->dim];
     f->out[0].shape[at->dim] = (at->stop - at->start + at->step - 1) / at->step;
@@ -145,7 +146,7 @@ int infer_slice(ps_infer *f)
     return 0;
 }
 
-/* Makes a tensor of zeros, and copies dy to the slice that forward read. */
+/* dx is a tensor of zeros, with dy copied to the slice that forward read. */
 int grad_slice(ps_grad *g)
 {
     ps_tensor *dx, *out[PS_MAX_OUT] = { NULL };
@@ -311,8 +312,8 @@ int grad_concat(ps_grad *g)
         ps_tensor *out[PS_MAX_OUT] = { NULL };
         PS_TRY(ps_run(g, PS_OP_slice, &part, out, 1, g->dout[0]));
         ps_grad_give(g, i, out[0]);
-        g->temps[--g->n_temps] = NULL;                        /* released here, because a long list would fill the
-                                                               * pool */
+        g->temps[--g->n_temps] = NULL;                        /* the tensor is released now, because a long list of
+                                                               * tensors would fill the pool `temps` */
         ps_tensor_release(out[0]);
     }
     return 0;
@@ -327,8 +328,8 @@ int infer_flip(ps_infer *f)
     return 0;
 }
 
-/* A diagonal outside the matrix is moved to the border of the matrix. The kernels add the diagonal to an index, and
- * this sum must not overflow. */
+/* If the diagonal is outside the matrix, it is moved to the border of the matrix. The kernels add the diagonal to an
+ * index, and this sum must not overflow. */
 int infer_triangle(ps_infer *f)
 {
     ps_attrs_triangle *at = f->attrs;
@@ -340,7 +341,7 @@ int infer_triangle(ps_infer *f)
     return 0;
 }
 
-/* Both ops are linear, and each of them is its own transpose. */
+/* The op is linear and is its own transpose, so dx = op(dy). */
 static int same_of_gradient(ps_grad *g, int op)
 {
     ps_tensor *all[PS_MAX_OUT] = { NULL };
