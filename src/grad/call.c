@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Functions of the script that have their own backward. They are nodes of the tape. The walk stops at such a node. The
- * caller then reads the gradients of the function's outputs (ps_stop_gradient) and the saved tensors (ps_call_saved),
- * and passes the gradients of the arguments to ps_call_done. The node's inputs are the arguments, followed by the saved
- * tensors. Saved tensors have no edge. */
+ * Functions of the script that have their own backward. A call of such a function is a node of the tape, and the walk
+ * stops at the node. The caller of the walk then reads the gradients of the function's outputs (ps_stop_gradient) and
+ * the saved tensors (ps_call_saved), and passes the gradients of the arguments to ps_call_done(). The node's inputs are
+ * the arguments, followed by the saved tensors. Saved tensors have no edge. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -25,8 +25,8 @@ static int check_outputs(const char *name, int n, ps_tensor *const *out)
     return given ? 0 : ps_fail(PS_EINVAL, "%s has no output that can get a gradient", name);
 }
 
-/* Saves a tensor in the node. For an output, it saves another header, because the node and the tensor would otherwise
- * hold each other. */
+/* Saves a tensor in the node. If the tensor is an output of the node, saves another header for it. Otherwise the node
+ * and the tensor would hold each other. */
 static int save(ps_node *node, int at, ps_tensor *t, int n_out, ps_tensor *const *out)
 {
     ps_tensor *kept = t;
@@ -94,8 +94,7 @@ int ps_call_saved(ps_ctx *ctx, int i, ps_tensor **out)
     return 0;
 }
 
-/* Checks the type of the gradient of an input. It must have the input's type. For a bf16 or fp16 input it can also be
- * fp32. */
+/* Checks a gradient of input i. It must have the input's type. For a bf16 or fp16 input, it can also be fp32. */
 static int check_gradient(const ps_node *node, int i, const ps_tensor *grad, int device)
 {
     const ps_meta *want = &node->in_meta[i];

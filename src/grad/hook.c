@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Hooks of tensors: functions of the script that see the complete gradient of a tensor and can replace it.
+ * Hooks of tensors: functions of the script that receive the complete gradient of a tensor and can replace the
+ * gradient.
  *
- * The hooks of an op's output belong to the node of the op. The walk stops at that node before it passes it. A leaf
- * gets its own node, LEAF. This node sums the gradients of one walk before they are added to the leaf's gradient. It
- * has the lowest number, so it is visited last. The leaf owns this node. The node has an edge back to the leaf, which
- * counts as a reference only while the node waits in a walk. */
+ * The hooks of an op's output belong to the node of the op. The walk stops at this node before it runs the node's rule.
+ * A leaf with hooks has a node of its own, LEAF. A LEAF node sums the gradients of one walk before they are added to
+ * the leaf's gradient. It has the lowest number, so the walk visits it last. The leaf owns the node. The node has an
+ * edge back to the leaf. The edge counts as a reference to the leaf only while the node waits in a walk. */
 #include "base/error.h"
 #include "grad/tape.h"
 
@@ -70,7 +71,7 @@ int leaf_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
     tape_uncount(node);
     int rc = grad ? tape_add_to_leaf(ctx, leaf, grad) : 0;
     if (rc == 0 && !w->seeks) rc = tape_leaf_final(ctx, leaf);
-    if (rc == 0) leaf_let_go(node);                       /* otherwise tape_give_up releases the leaf */
+    if (rc == 0) leaf_let_go(node);                       /* after a failure, tape_give_up() releases the leaf */
     return rc;
 }
 

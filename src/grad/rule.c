@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The functions that a gradient rule calls (ps_grad, tensor/optable.h). They read the inputs and outputs of the rule's
- * node, find the tensor for a gradient, run ops and make temporaries. Tensors that were not kept are computed again. */
+ * node, find the tensor for a gradient, run ops and make temporaries. If the node has not kept a tensor, the tensor is
+ * computed again. */
 #include <stdarg.h>
 #include "base/error.h"
 #include "grad/tape.h"
@@ -74,7 +75,7 @@ int ps_grad_out(ps_grad *g, int i, ps_tensor **out)
 }
 
 /* -- places of gradients ------------------------------------------------------------------------------------------- */
-/* Returns true if input i is a leaf, and the same leaf is also another input. */
+/* Returns true if input i is a leaf, and another input of the node is the same leaf. */
 static bool comes_twice(const ps_grad *g, int i)
 {
     for (int k = 0; k < g->n_in; k++)
@@ -82,8 +83,8 @@ static bool comes_twice(const ps_grad *g, int i)
     return false;
 }
 
-/* Returns true if only this header owns the bytes. Headers with PS_T_LATER do not count as owners. In an undivided
- * backward, sums would be written into these bytes. */
+/* Returns true if t is the only owner of its bytes. Headers with PS_T_LATER do not count as owners. If weight gradients
+ * were not deferred, sums would be written into these bytes. */
 static bool is_alone(const ps_tensor *t)
 {
     const ps_storage *s = t->storage;
@@ -97,8 +98,8 @@ static void replace(ps_tensor **held, ps_tensor *by)
     *held = by;
 }
 
-/* Makes *there, which is the sum of an output's gradients so far, safe to add to. If deferred weight gradients will
- * read its bytes, *there is replaced by a copy. */
+/* Called before a gradient is added to *there, the sum of an output's gradients so far. If deferred weight gradients
+ * will read the bytes of *there, replaces *there by a copy. */
 static int spare_later(ps_grad *g, ps_tensor **there)
 {
     static const ps_attrs_contiguous none;
@@ -110,8 +111,8 @@ static int spare_later(ps_grad *g, ps_tensor **there)
     return 0;
 }
 
-/* Makes a tensor for a deferred gradient. Its type is fp32 or wider, and as precise as the type of the sum to which the
- * gradient will be added. */
+/* Makes a tensor for a deferred gradient. The tensor's type is at least fp32, and at least as wide as the type of the
+ * sum to which the gradient will be added. */
 static int dest_for_later(ps_grad *g, int i, ps_tensor **out)
 {
     ps_meta m = *ps_grad_in_meta(g, i);
@@ -142,7 +143,7 @@ int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
         *out = place;
         return 0;
     }
-    /* If a leaf is an input twice, its gradients are added when they are delivered, in the type of their sum. */
+    /* If two inputs are the same leaf, their gradients are added when they are delivered, in the type of the sum. */
     ps_meta m = ps_tensor_meta(e->leaf);
     m.dtype = place ? place->dtype_ : tape_leaf_dtype(e->leaf);
     return m.dtype == e->leaf->dtype_ ? 0 : ps_grad_new(g, e->leaf->device_, &m, out);

@@ -2,11 +2,11 @@
  * Two kinds of nodes without an op: recompute segments and boundaries.
  *
  * At a recompute segment (Chen et al. 2016) the walk stops, and the caller runs the segment's function again.
- * ps_backward_splice (walk.c) then passes the waiting gradients to the new outputs. The new nodes have the highest
- * numbers, so the walk continues through them as if there were no segment.
+ * ps_backward_splice() (walk.c) then passes the gradients of the segment's outputs to the new outputs. The nodes of the
+ * new run have the highest numbers, so the walk visits them next, as if there were no segment.
  *
- * A boundary has no inputs. Its outputs are the tensors that a stage of a pipeline received. Their gradients are summed
- * in the node until ps_boundary_take returns them. They are then sent to the previous stage. */
+ * A boundary has no inputs. Its outputs are the tensors that a stage of a pipeline received. The gradients of these
+ * tensors are summed in the node until ps_boundary_take() returns them. The caller sends them to the previous stage. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -19,7 +19,7 @@ void tape_release_reads(ps_storage **list, int n)
     for (int i = 0; i < n; i++) ps_storage_release(list[i]);
 }
 
-/* Reserves memory for the id of one more segment, so that segment_reap cannot fail. */
+/* Reserves memory for the id of one more segment, so that segment_reap() cannot fail. */
 int reap_reserve(ps_ctx *ctx)
 {
     PS_TRY(ps_grow(ctx->tape.reaped.ids, ctx->tape.reaped.capacity, ctx->tape.reaped.n + ctx->tape.reaped.live + 1));
@@ -51,7 +51,7 @@ void ps_reads_add(ps_ctx *ctx, ps_storage *s)
 {
     ps_reads *r = &ctx->tape.reads;
     if (!ps_try_grow(r->list, r->capacity, r->n + 1)) {
-        r->failed = true;                                /* the contract of ps_segment_new requires this */
+        r->failed = true;                                /* ps_segment_new() reports this failure */
         return;
     }
     s->refs++;
@@ -177,7 +177,8 @@ int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **grad
         gradients[i] = slot ? *slot : NULL;
         if (!gradients[i]) continue;
         *slot = NULL;
-        ps_scope_adopt(ctx, gradients[i]->storage);       /* it exists as long as its header, so no scope may drop it */
+        ps_scope_adopt(ctx, gradients[i]->storage);       /* the storage exists as long as its header, so no scope may
+                                                           * drop the storage */
         ps_storage_unhold(gradients[i]->storage);
     }
     return 0;

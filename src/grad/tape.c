@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The tape: the record of the ops through which a backward must pass. This file makes nodes, frees them, and counts the
+ * The tape: the record of the ops that a backward must differentiate. This file makes nodes, frees them, and counts the
  * nodes that a walk must still pass.
  *
- * A node records one op. It has the op's attributes, the tensors that the gradient rule will read, and an edge for each
- * input. The edge leads to the node that made the input, or to the input itself if it is a leaf. The walk (walk.c)
- * visits nodes by descending sequence number. So consumers are visited before producers, and sums have one fixed order.
- * After a visit, the walk releases the node's saved tensors.
+ * A node records one op. It contains the op's attributes, the tensors that the gradient rule will read, and an edge for
+ * each input. The edge points to the node that made the input, or to the input itself if the input is a leaf. The walk
+ * (walk.c) visits nodes by descending sequence number. So consumers are visited before producers, and gradients are
+ * always added in the same order. After a visit, the walk releases the node's saved tensors.
  *
  * Cheap outputs (layer norm, GELU) are not kept. A consumer of a cheap output saves the producer's node, which computes
  * the output again (rule.c). Some kinds of nodes have no op: see segment.c, call.c and hook.c. */
@@ -53,8 +53,8 @@ static bool makes_one(const ps_node *node, int n, ps_tensor *const *of)
     return false;
 }
 
-/* A producer has a lower number than its consumers. A search by descending number therefore visits each node once. It
- * can skip nodes below the lowest number in `from`. */
+/* A producer has a lower number than its consumers. If nodes are searched by descending number, each node is therefore
+ * visited once, and nodes with numbers below the lowest number in `from` can be skipped. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
 {
     int64_t lowest = INT64_MAX;
@@ -93,7 +93,7 @@ static bool mark_found(const ps_node *node, int n, const int64_t *ops, int8_t *f
     return any;
 }
 
-/* Searches like ps_tensor_made_from, and marks every op that it finds in `found`. */
+/* Searches like ps_tensor_made_from(). Sets found[i] for every op ops[i] that is found. */
 int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found)
 {
     int64_t lowest = INT64_MAX;
@@ -122,10 +122,10 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
 }
 
 /* -- the nodes that a walk must still pass ------------------------------------------------------------------------- */
-/* Changes the number of nodes for which a storage waits. The gradient of a parameter is complete, and its bytes are no
- * longer read, when the walk has passed certain nodes: all those that have an edge to the parameter, have saved it, or
- * (segments) have read it. Only nodes that the walk can reach are counted. Other nodes exist until Lua's collector
- * frees them, which happens at different times on different ranks. */
+/* Adds `by` to the number of nodes for which a storage waits. A parameter's storage waits for all nodes that have an
+ * edge to the parameter, nodes that have saved it, and segments that have read it. After the walk has passed all these
+ * nodes, the parameter's gradient is complete, and its bytes are no longer read. Only nodes that the walk can reach are
+ * counted. Other nodes exist until Lua's collector frees them, at different times on different ranks. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->engine.watched) return;
@@ -178,7 +178,7 @@ void tape_count_listed(ps_walk *w, ps_node *node)
         if (tape_is_later(&node->edges[i])) tape_count_from(w, tape_sum_node(&node->edges[i], &out));
 }
 
-/* Called before the node releases its saved tensors. The walk has passed the node, or it never will. */
+/* Called before the node releases its saved tensors. The walk has passed the node, or it will never pass the node. */
 void tape_uncount(ps_node *node)
 {
     ps_walk *w = node->ctx->tape.walk;
@@ -186,8 +186,8 @@ void tape_uncount(ps_node *node)
     node->walk = 0;
 }
 
-/* Reports the gradient of a parameter to the engine if it is complete, which is after the walk has passed all nodes
- * that use the parameter. The engine finds parameters without a report when the backward ends
+/* Reports the gradient of a parameter to the engine if the gradient is complete, that is, if the walk has passed all
+ * nodes that use the parameter. When the backward ends, the engine finds the parameters that were not reported
  * (engine_backward_done). */
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
@@ -243,9 +243,9 @@ static void release_edges(ps_node *node)
     }
 }
 
-/* Ends a node that a failed walk has not passed. No other walk may pass it. Releases the node's edges and, for a
- * segment, reports that its function is no longer needed. This must not wait until the node is freed. The model of the
- * function may hold an output that holds the node, and no collector finds such a cycle. */
+/* Ends a node that a failed walk has not passed. No other walk may pass the node. Releases the node's edges and, for a
+ * segment, reports that its function is no longer needed. This must be done before the node is freed: the model to
+ * which the function belongs may hold an output, and the output holds the node. No collector finds such a cycle. */
 void tape_give_up(ps_node *node)
 {
     hooks_end(node);
@@ -262,8 +262,8 @@ void tape_give_up(ps_node *node)
     release_edges(node);
 }
 
-/* Frees a node. Further nodes that lose their last reference are freed one after another, without recursion, because
- * chains of nodes can be very long. */
+/* Frees a node. If other nodes lose their last reference, they are freed one after another in a loop. Recursion could
+ * be too deep, because chains of nodes can be very long. */
 void ps_node_release(ps_node *node)
 {
     static __thread ps_node *pending;
@@ -338,8 +338,8 @@ void tape_add_edge(ps_node *node, int i, ps_tensor *t)
     }
 }
 
-/* Returns true if the tensor's producer can compute the tensor again, and the tensor is large enough for this. An op
- * must not have written to it. */
+/* Returns true if the tensor's producer can compute the tensor again, the tensor is large enough for this to be useful,
+ * and no op has written to the tensor. */
 static bool is_cheap(const ps_tensor *t)
 {
     return t->node && !t->ctx->tape.keep_cheap && t->node->op >= 0 && t->node_out == 0 &&
@@ -348,7 +348,8 @@ static bool is_cheap(const ps_tensor *t)
 }
 
 /* Returns true if a node's rule reads input i. Some inputs are read only for the gradient of another input. For
- * example, an activation is not read if the weight is frozen. Called after tape_add_edge was called for all inputs. */
+ * example, an activation is not read if the weight is frozen. This function must be called after tape_add_edge() was
+ * called for all inputs. */
 static bool reads_input(const ps_node *node, const ps_opinfo *row, uint64_t keeps, int i)
 {
     if (!(keeps >> i & 1)) return false;

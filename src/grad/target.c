@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Walks that compute the gradients of chosen tensors, the targets. They do not change the gradients of leaves. Such a
- * walk passes only nodes that lead to a target. To find these nodes, a search by ascending number visits producers
- * before consumers. */
+ * Walks that compute the gradients of chosen tensors, the targets. Such a walk does not change the gradients of leaves,
+ * and passes only nodes that lead to a target. To find these nodes, the nodes are examined by ascending number, so that
+ * producers come before their consumers. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -29,7 +29,8 @@ static int by_number(const void *a, const void *b)
     return (x->seq > y->seq) - (x->seq < y->seq);
 }
 
-/* Returns true if the node leads to a target. The function of a segment may read any leaf. */
+/* Returns true if the node leads to a target. A segment counts as leading to every target that is a leaf, because its
+ * function may read any leaf. */
 static bool leads(ps_walk *w, const ps_node *node)
 {
     for (int i = 0; node->op == SEGMENT && i < w->n_targets; i++) if (!w->targets[i].t->node) return true;
@@ -135,7 +136,8 @@ int ps_backward_taken(ps_ctx *ctx, int n, ps_tensor **gradients)
         gradients[i] = w->targets[i].sum;
         w->targets[i].sum = NULL;
         if (!gradients[i]) continue;
-        ps_scope_adopt(ctx, gradients[i]->storage);      /* the tensor lives as long as its header */
+        ps_scope_adopt(ctx, gradients[i]->storage);      /* the storage exists as long as its header, so no scope may
+                                                          * drop the storage */
         ps_storage_unhold(gradients[i]->storage);
     }
     targets_drop(w);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The backward walk. It visits nodes of the tape by descending number and runs their gradient rules. It sums the
- * results at the nodes that made the inputs.
+ * The backward walk. The walk visits the nodes of the tape by descending number and runs their gradient rules. A rule
+ * computes the gradients of a node's inputs. They are summed in the nodes that made these inputs.
  *
- * The walk stops at nodes where its caller has work, and returns the number of that node. These nodes are recompute
- * segments (ps_backward_splice), functions of the script (ps_call_done) and nodes with hooks (ps_hooks_done).
- * ps_backward_next continues the walk. */
+ * The walk stops at nodes for which its caller has work to do, and returns a number that identifies the work. Such
+ * nodes are recompute segments (ps_backward_splice), functions of the script (ps_call_done) and nodes with hooks
+ * (ps_hooks_done). ps_backward_next() continues the walk. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -170,7 +170,7 @@ int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
     return add_to_node(ctx, w, sum, out, grad);
 }
 
-/* Says whether the walk defers none, some or all of the gradients of a node. */
+/* Whether the walk defers none, some or all of the gradients of a node. */
 typedef enum parts { NONE_LATER, SOME_LATER, ALL_LATER } parts;
 
 static parts put_off(const ps_walk *w, const ps_node *node)
@@ -186,8 +186,8 @@ static parts put_off(const ps_walk *w, const ps_node *node)
 
 bool tape_puts_off(const ps_walk *w, const ps_node *node) { return put_off(w, node) != NONE_LATER; }
 
-/* Reports the leaves of a node that the walk has passed. During an INPUT action, the engine only records which virtual
- * stages use these leaves. */
+/* Reports to the engine that the walk has passed a node with leaves. During an INPUT action, the engine only records
+ * which virtual stages use these leaves. */
 static int leaves_final(ps_ctx *ctx, const ps_node *node)
 {
     if (ctx->tape.walk->seeks) return 0;
@@ -195,15 +195,15 @@ static int leaves_final(ps_ctx *ctx, const ps_node *node)
     return 0;
 }
 
-/* Tells anomaly mode whose gradient is computed next. It is that of the node's op. If `node` is NULL, no gradient is
- * computed. */
+/* Tells anomaly mode that the gradient of the node's op is computed next. If `node` is NULL, no gradient is computed
+ * next. */
 void tape_watch(ps_ctx *ctx, const ps_node *node)
 {
     if (node) ps_anomaly_in_backward(ctx, node->op, node->place, node->module);
     else ps_anomaly_in_backward(ctx, -1, 0, 0);
 }
 
-/* Copies the gradient of an output to its holder. A copy is necessary, because rules may add to the gradient itself. */
+/* Copies the gradient of an output to its holder. A copy is necessary, because rules may add to the original. */
 int tape_give_holder(ps_ctx *ctx, ps_node *node)
 {
     ps_tensor *grad = node->dout[node->holder_out], *copy = NULL;
@@ -223,8 +223,8 @@ int tape_hand_on(ps_ctx *ctx, ps_walk *w, ps_node *node, ps_tensor **din, bool l
     if (node->passed) hooks_end(node);
     if (later) {
         rc = weights_put_off(w, node, split, din);
-    } else {                                         /* must happen before delivery, which checks whether a gradient
-                                                      * is shared */
+    } else {                                         /* must be done before delivery, because delivery checks whether a
+                                                      * gradient has several owners */
         for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
         if (w->keeps) tape_let_go(&node->again);
         else weights_release(node);
@@ -357,8 +357,8 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     return rc;
 }
 
-/* Passes the gradient (held) of `to` to its node, or to the leaf itself. `seq` is the number that the walk has
- * reached. */
+/* Passes grad (held), the gradient of `to`, to the node that made `to`, or to `to` itself if it is a leaf. `seq` is the
+ * number of the node that the walk has reached. */
 static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 {
     if (w->put_off >= 0 && (!to->node || to->node->side)) return weights_relay(w, to, grad, seq);
@@ -368,8 +368,7 @@ static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int6
     return sum ? add_to_node(ctx, w, sum, out, grad) : tape_add_to_leaf(ctx, to, grad);
 }
 
-/* Passes the seeds, which are held references, to the nodes of the roots. After a failure, the other seeds are
- * released. */
+/* Passes each seed (a held reference) to the node of its root. After a failure, the remaining seeds are released. */
 static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_tensor *const *seeds)
 {
     int rc = 0;
@@ -397,7 +396,8 @@ static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *co
         w->managed = false;
         for (int i = 0; i < w->n_targets && w->seeks; i++)
             if (w->targets[i].t->node) w->targets[i].t->node->target = w->id;
-        for (int i = 0; i < n; i++) {                     /* counts all nodes before the first gradient is passed */
+        for (int i = 0; i < n; i++) {                     /* all nodes are counted before the first gradient is passed
+                                                           * on */
             w->managed = w->managed || roots[i]->managed;
             tape_count_from(w, roots[i]->node ? roots[i]->node : roots[i]->hook);
             if (rc == 0 && w->seeks) rc = targets_mark(w, roots[i]->node);
@@ -416,8 +416,8 @@ int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *
         return ps_fail(PS_EINVAL, "backward cannot begin from %d tensors; pass 1 to %d", n, PS_MAX_ROOTS);
     for (int i = 0; i < n; i++) {
         if (!roots[i]) return ps_fail(PS_EINVAL, "backward needs a tensor to begin from");
-        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* otherwise only the root's
-                                                                                       * shape is needed */
+        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* if a gradient is given, only
+                                                                                       * the root's shape is needed */
         if (!ps_tape_wants(roots[i]))
             return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient "
                            "(tensors computed within ps.no_grad require none)");
@@ -490,7 +490,7 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
     return rc;
 }
 
-/* Called for a node that a failed walk had not passed yet. */
+/* Called for each node that a failed walk has not passed. */
 static void drop(ps_node *node)
 {
     tape_uncount(node);

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Backward in two parts (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). The action INPUT computes the gradients
- * of activations, and puts nodes with parameters on a list. The action WEIGHT computes the gradients of these
- * parameters from the list. Every parameter gets the same additions as in an undivided backward, in the same order:
+ * of activations, and adds nodes with parameters to a list. The action WEIGHT computes the gradients of these
+ * parameters from the list. The gradients of every parameter are added in the same order as in an undivided backward:
  *
- * - A rule whose row has SPLIT runs twice, for different inputs. Any other rule runs once, and its gradients of
- *   parameters are kept (ps_node.din).
- * - Nodes that are computed only from parameters are passed in the second part, in between the nodes of the list, by
- *   descending number.
- * - A listed node reads its output's gradient later, through a header that does not count as an owner
- *   (ps_storage.tape.later). A sum that would overwrite these bytes is written to a new tensor.
- * - A cheap node that was saved by a listed node keeps everything that it needs to compute its output again. */
+ * - The rule of an op with the flag SPLIT runs twice, for different inputs. Any other rule runs once, and the gradients
+ *   of parameters that it computes are kept (ps_node.din).
+ * - Nodes that are computed only from parameters are passed during WEIGHT, between the nodes of the list, by descending
+ *   number.
+ * - A listed node reads its output's gradient later. It keeps a header of the gradient that does not count as an owner
+ *   (ps_storage.tape.later). If a sum would overwrite the gradient's bytes, the sum is written to a new tensor instead.
+ * - If a listed node has saved a cheap node, the cheap node keeps everything that it needs to compute its output
+ * again. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -88,7 +89,7 @@ void weights_release(ps_node *node)
     if (!needed && node->passed) tape_release_saved(node);
 }
 
-/* Replaces *t (held) by another header of the same bytes. The new header does not count as an owner. */
+/* Replaces *t (held) by a new header of the same bytes that does not count as an owner. */
 static int keep_for_later(ps_tensor **t)
 {
     ps_tensor *copy;
@@ -103,8 +104,8 @@ static int keep_for_later(ps_tensor **t)
 }
 
 /* Releases tensors that only the first phase needs. The second phase reads a parameter only if the op's row marks the
- * parameter with + (ahead_in). If the rule returned a saved output as a gradient, the output belongs to the receiver of
- * that gradient. */
+ * parameter with + (ahead_in). If the rule has returned a saved output as a gradient, the output now belongs to the
+ * receiver of the gradient. */
 static void release_first_phase(ps_node *node, ps_tensor *const *din)
 {
     const ps_opinfo *row = ps_op(node->op);
@@ -156,7 +157,7 @@ int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 }
 
 /* -- the second part ---------------------------------------------------------------------------------------------- */
-/* Computes the deferred gradients of a listed node, unless din has them. Delivers them. */
+/* Computes the deferred gradients of a listed node, unless node->din contains them already, and delivers them. */
 static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     ps_tensor *din[PS_MAX_IN] = { NULL };
@@ -189,8 +190,8 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
     return rc;
 }
 
-/* Passes the nodes above `seq` that were computed only from parameters. An undivided backward would pass them before
- * `seq`. Returns 1 if the walk stopped at hooks. */
+/* Passes nodes with numbers above `seq` that were computed only from parameters, because an undivided backward would
+ * pass them before the node `seq`. Returns 1 if the walk stopped at hooks. */
 static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq, int64_t *stopped)
 {
     int rc = 0;

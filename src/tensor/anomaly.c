@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Anomaly mode finds the first op that makes a NaN or an infinity, and makes that op fail. An op makes a NaN if none of
- * its inputs has a NaN. An op makes an infinity if none of its inputs has a NaN or an infinity. If an attribute of the
- * op is not finite, the op makes neither. So values that the script wrote, such as a mask of -inf, do not count as
- * made. In backward, the error names the node whose gradient is being computed.
+ * Anomaly mode finds the first op that makes a NaN or an infinity, and makes that op fail. An op makes a NaN if its
+ * output contains a NaN and none of its inputs does. An op makes an infinity if its output contains an infinity, and
+ * none of its inputs contains a NaN or an infinity. An op with an attribute that is not finite makes neither, so values
+ * that the script wrote (a mask of -inf) do not count. In backward, the error names the node whose gradient is being
+ * computed.
  *
  * The gradients of a scaled loss may overflow in backward. The loss scaler then skips the step. ps_anomaly_scaled(1) is
- * called before such a backward, and ps_anomaly_scaled(0) after it. In between, the first infinity in backward and all
- * its consequences are ignored. */
+ * called before such a backward, and ps_anomaly_scaled(0) after it. Between these calls, the first infinity in backward
+ * and all values that result from it are ignored. */
 #include <math.h>
 #include <string.h>
 #include "base/error.h"
@@ -16,8 +17,8 @@ enum { BLOCK = 4096 };             /* number of elements of a non-contiguous ten
 
 typedef struct kinds { bool nan, inf; } kinds;
 
-/* Finds the kinds of values among n elements. The elements are read as unsigned integers. exp: mask of the exponent
- * bits. all: mask of all bits except the sign. */
+/* Returns which kinds of values n elements contain. The elements are read as unsigned integers. exp: mask of the
+ * exponent bits. all: mask of all bits except the sign. */
 #define LOOK(name, type)                                                                                              \
     static kinds name(const char *p, int64_t n, type exp, type all)                                                   \
     {                                                                                                                 \
@@ -53,8 +54,7 @@ static int look_strided(const ps_tensor *t, kinds *out)
     return 0;
 }
 
-/* Adds the kinds of a tensor's values to *out. A tensor of integers adds nothing, and neither does one without
- * values. */
+/* Adds the kinds of a tensor's values to *out. Tensors of integers, and tensors without values, add no kinds. */
 static int look(ps_tensor *t, kinds *out)
 {
     if (!t || !ps_dtype_is_float(t->dtype_) || t->numel_ == 0 || !ps_tensor_has_data(t)) return 0;
@@ -87,8 +87,8 @@ static int look_at_all(ps_ctx *ctx, int n, ps_tensor *const *list, kinds *out)
     return rc;
 }
 
-/* Returns true if an attribute is not finite. Attributes are doubles at multiples of 8 bytes, or integers. An integer
- * can be mistaken for a double that is not finite only if it is above 9e18. */
+/* Returns true if an attribute is not finite. The function reads every 8 bytes of attrs as a double, even if they
+ * contain an integer. The bits of an integer are those of a finite double unless the integer is above 9e18. */
 static bool given_by_script(const ps_opinfo *row, const void *attrs)
 {
     for (int at = 0; at + 8 <= row->attrs_nbytes; at += 8) {

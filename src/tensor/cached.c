@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention with caches of the preceding keys and values, for a model that continues a text token by token. This is not
- * an op. It makes the views that one step needs, and runs copy_, rope and attention on them, as if the script had
- * called these ops. The reason is speed: for one token of a small model, such calls by the script take longer than the
- * products. */
+ * Attention with caches of the preceding keys and values, for a model that continues a text token by token. Cached
+ * attention is not an op. This file makes the views that one step needs, and runs the ops copy_, rope and attention on
+ * them, as a script could. It exists for speed: for one token of a small model, a script's calls of these ops would
+ * take longer than the matrix products. */
 #include "tensor/tensor.h"
 #include <math.h>
 #include "base/blocks.h"
@@ -10,7 +10,7 @@
 
 enum { OWNED = 20 };                      /* enough tensors for every kind of call */
 
-/* One call. B: number of samples. T: number of positions. D: number of columns per head. */
+/* One call of ps_attention_cached(). B: number of samples. T: number of positions. D: number of columns per head. */
 typedef struct cached {
     ps_ctx *ctx;
     const ps_cached_attention *how;
@@ -23,7 +23,7 @@ typedef struct cached {
 
 static ps_tensor *own(cached *c, ps_tensor *t) { return c->owned[c->n_owned++] = t; }
 
-/* Runs an op with one output and sets *out to the output, which is lent. */
+/* Runs an op with one output. Sets *out to the output (lent). */
 static int run(cached *c, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t nbytes, ps_tensor **out)
 {
     ps_tensor *all[PS_MAX_OUT] = { NULL };
@@ -32,8 +32,8 @@ static int run(cached *c, int op, int n_in, ps_tensor *const *in, const void *at
     return 0;
 }
 
-/* Sets *out, which is lent, to `count` heads of x, starting at head `first`. x is contiguous [B, T, all D]. *out is [B,
- * count, T, D]. */
+/* Sets *out (lent) to a view [B, count, T, D] of `count` heads of x, starting at head `first`. x is contiguous [B, T,
+ * all * D]. */
 static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64_t all, ps_tensor **out)
 {
     int64_t row = all * c->D;
@@ -44,8 +44,8 @@ static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64
     return 0;
 }
 
-/* Sets *out, which is lent, to a part of a cache. The part has `count` heads, starting at head `first`, and n
- * positions, starting at position `from`. */
+/* Sets *out (lent) to a view of a part of a cache: `count` heads, starting at head `first`, and n positions, starting
+ * at position `from`. */
 static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, int64_t from, int64_t n, ps_tensor **out)
 {
     ps_meta m = ps_tensor_meta(cache);
@@ -60,8 +60,8 @@ static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, in
 /* Returns true if a cache has rows of Q8_0 blocks. */
 static bool is_packed(const ps_tensor *cache) { return cache->dtype_ == PS_U8; }
 
-/* Writes a tensor [B, n, T, D] to a cache, after the cache's first `at` positions. Converts it to the type of the
- * cache. */
+/* Writes the tensor `what` [B, n, T, D] to a cache, after the cache's first `at` positions. Converts the values to the
+ * type of the cache. */
 static int append(cached *c, ps_tensor *cache, ps_tensor *what)
 {
     ps_attrs_copy_ none = { 0 };
@@ -78,7 +78,7 @@ static int turn(cached *c, ps_tensor **x)
     return c->cos ? run(c, PS_OP_rope, 3, (ps_tensor *[]){ *x, c->cos, c->sin }, &attrs, sizeof attrs, x) : 0;
 }
 
-/* Views x as [B, T, ..]. The columns of the `all` heads are next to each other. Makes x contiguous if it is not. */
+/* Checks that *x is [B, T, ...] with `all` heads of D columns per position. Makes *x contiguous. */
 static int rows_of(cached *c, ps_tensor **x, int64_t all)
 {
     ps_attrs_contiguous none = { 0 };
@@ -125,7 +125,7 @@ static int check(cached *c)
     return c->values ? check_cache(c, c->values, how->groups) : 0;
 }
 
-/* Writes keys and values to the caches. Computes the queries for attention, *q [B, H, T, D]. */
+/* Writes keys and values to the caches. Sets *q [B, H, T, D] to the queries for attention. */
 static int write_caches(cached *c, ps_tensor **q)
 {
     int64_t H = c->how->heads, G = c->how->groups;
@@ -159,8 +159,7 @@ static int attend(cached *c, ps_tensor **out)
     if (attrs.scale == 0) attrs.scale = 1 / sqrt((double)c->D);
     PS_TRY(run(c, PS_OP_attention, 4, (ps_tensor *[]){ q, k, v, c->mask }, &attrs, sizeof attrs, &y));
     ps_meta m = { .dtype = y->dtype_, .ndim = 3, .shape = { c->B, c->T, c->how->heads * c->D } };
-    ps_meta_set_contiguous(&m);                              /* attention returns a tensor that is stored as [B, T,
-                                                              * H, D] */
+    ps_meta_set_contiguous(&m);                              /* attention stores its output as [B, T, H, D] */
     m.offset = y->offset;
     return ps_tensor_view(y, &m, out);
 }

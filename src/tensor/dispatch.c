@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op path: the steps in which every op is performed. Only this file combines ops, memory, devices and gradients.
+ * The op path: the sequence of steps that performs an op. Only this file combines ops, memory, devices and gradients.
  *   row -> check inputs -> common type, contiguity -> infer shapes -> outputs -> pin -> kernel -> unpin -> tape */
 #include "tensor/tensor.h"
 #include <stdio.h>
@@ -24,9 +24,9 @@ typedef struct apply {
     uint32_t given;                       /* bit set of the outputs that the caller passed */
     ps_scratch_list *scratch;
     bool ticked;                          /* whether the engine was notified that this op begins (op_begins) */
-    bool known;                           /* in a script's dry run: whether the op is computed, because its inputs
-                                           * are known (is_known) */
-    ps_node *node;                        /* the node, until the tape records it; NULL without a gradient */
+    bool known;                           /* in a script's dry run: whether the op is computed even so, because its
+                                           * inputs are known (is_known) */
+    ps_node *node;                        /* the op's node until the tape records it; NULL if no gradient is needed */
 } apply;
 
 struct ps_scratch_list { ps_scratch_list *next; void *handle; };
@@ -81,8 +81,8 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
     return 0;
 }
 
-/* PyTorch's type promotion. The category of a type decides first (bool < integer < float). Within a category, tensors
- * with dimensions have priority over tensors without dimensions. */
+/* PyTorch's type promotion. The result has the highest category of the operands' types (bool < integer < float). Within
+ * a category, the types of tensors with dimensions have priority over the types of tensors without dimensions. */
 static int category(int dtype) { return ps_dtype_is_float(dtype) ? 2 : dtype == PS_BOOL ? 0 : 1; }
 
 static int wider(int a, int b)
@@ -92,7 +92,7 @@ static int wider(int a, int b)
     if (category(a) != category(b)) return category(a) > category(b) ? a : b;
     if (category(a) == 2) {
         if (a == PS_F64 || b == PS_F64) return PS_F64;
-        return PS_F32;                                       /* two different types out of fp32, bf16 and fp16 */
+        return PS_F32;                                       /* two different types among fp32, bf16 and fp16 */
     }
     return int_rank[a] > int_rank[b] ? a : b;
 }
@@ -120,7 +120,7 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
 }
 
 /* Rejects a write to parameters while the script is paused within a step. Otherwise the step would use both old and new
- * values. Between steps, such writes are allowed. */
+ * values. Between steps, scripts may write to parameters. */
 static int check_suspended(const apply *a)
 {
     const ps_ctx *ctx = a->ctx;
@@ -134,13 +134,14 @@ static int check_suspended(const apply *a)
     return 0;
 }
 
-/* Returns true if two tensors may overlap in memory. Compares only the ranges from the first to the last element of
- * each. */
+/* Returns true if two tensors may overlap in memory. Compares only the tensors' ranges of addresses, from the first to
+ * the last element. */
 static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
 {
     if (a->storage != b->storage || a->numel_ == 0 || b->numel_ == 0) return false;
     const ps_tensor *t[2] = { a, b };
-    int64_t last[2] = { a->offset, b->offset };              /* strides are not negative */
+    int64_t last[2] = { a->offset, b->offset };              /* strides are never negative, so the sum below is the
+                                                              * position of the last element */
     for (int k = 0; k < 2; k++)
         for (int d = 0; d < t[k]->ndim; d++) last[k] += (t[k]->shape_[d] - 1) * t[k]->stride_[d];
     return a->offset <= last[1] && b->offset <= last[0];
@@ -155,8 +156,8 @@ static bool same_elements(const ps_tensor *a, const ps_tensor *b)
 }
 
 /* Prepares an op that writes in place. If an input overlaps the destination, the input is copied, so that the op never
- * reads its own results. Each element of the destination must have its own memory. fill_ is an exception, because it
- * writes only one value. */
+ * reads its own results. No two elements of the destination may share memory, except for fill_, which writes the same
+ * value to all elements. */
 static int prepare_in_place(apply *a)
 {
     const ps_tensor *dst = a->in[0];
@@ -234,7 +235,8 @@ static int make_outputs(apply *a)
 }
 
 /* -- kernel -------------------------------------------------------------------------------------------------------- */
-/* Records the number of bytes in use on the op's device, if it has changed. The chunk manager records the tiers. */
+/* Adds the number of bytes in use on the op's device to the event record, if the number has changed. The chunk manager
+ * does the same for the tiers. */
 static void record_memory(const apply *a, int64_t now)
 {
     ps_memory_info info;
@@ -319,7 +321,8 @@ static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 
 static int of_ranks(apply *a, ps_call *call);
 
-/* Allocates and frees the op's workspace, so that a dry run's peak includes it. Also records an op of several ranks. */
+/* Allocates and frees the op's workspace, so that the peak of a dry run includes the workspace. If the op is one of
+ * several ranks, also records its calls. */
 static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -330,7 +333,7 @@ static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     return rc;
 }
 
-/* Performs an op with the flag MOVE. Such an op copies contents from one device to another. */
+/* Performs an op with the flag MOVE, which copies contents from one device to another. */
 static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
 {
     ps_backend *from = a->ctx->devices[a->device], *to = a->ctx->devices[a->out[0]->device_];
@@ -347,7 +350,7 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
     return 0;
 }
 
-/* Performs an op with the flag RANKS. */
+/* Performs an op with the flag RANKS, which communicates with other ranks. */
 static int of_ranks(apply *a, ps_call *call)
 {
     if (a->ctx->devices[a->device]->no_data || (call->dry && !a->ctx->ranks.perform)) return 0;
@@ -356,7 +359,8 @@ static int of_ranks(apply *a, ps_call *call)
     return a->ctx->ranks.perform(a->ctx, a->device, call);
 }
 
-/* Runs the kernel of the device or of the first of its fallbacks that supports the call. */
+/* Runs the kernel of the device. If it does not support the call, runs the kernel of the first fallback that supports
+ * the call. */
 static int run_chain(apply *a, ps_backend *be, ps_call *call)
 {
     int rc = PS_EUNSUP;
@@ -367,8 +371,8 @@ static int run_chain(apply *a, ps_backend *be, ps_call *call)
     return rc;
 }
 
-/* Adds the finished ops of a device to the record. Ops whose time the device does not know are left out. With `wait`,
- * waits for all ops first. */
+/* Adds the finished ops of a device to the event record, except ops whose times the device does not know. If `wait` is
+ * set, waits for all ops first. */
 static void take_times(ps_ctx *ctx, int device, bool wait)
 {
     ps_record_event e;
@@ -385,8 +389,8 @@ void ps_record_settle(ps_ctx *ctx)
 /* Returns true if the device will report the times of the work that is queued next. */
 static bool time_begins(ps_backend *be) { return be->time_begin && be->time_begin(be, ps_record_run) == 0; }
 
-/* Adds an op, or a slice of an op, to the record. With `timed`, the device's clock times it, and it is added after it
- * has ended. */
+/* Adds an op, or a slice of an op, to the event record. If `timed` is set, the device measures the time of the op, and
+ * the op is added after it has ended. */
 static void record_work(const apply *a, ps_record_event *e, bool timed)
 {
     ps_backend *be = a->ctx->devices[a->device];
@@ -423,7 +427,8 @@ int ps_call_part(ps_call *whole, ps_call *part)
     if (part->dry) return try_scratch(a, be, part);
     int64_t began = ps_record_begin();
     bool timed = began && time_begins(be);
-    a->scratch = NULL;                                       /* the whole call keeps its workspace */
+    a->scratch = NULL;                                       /* the workspace of the whole call must not be freed with
+                                                              * that of the part */
     int rc = run_chain(a, be, part);
     a->scratch = kept;
     if (began) {
@@ -446,9 +451,9 @@ static void count_flops(const apply *a)
 
 enum { KNOWN_NBYTES = 64 << 20 };
 
-/* Returns true if the op's inputs are known in a script's dry run. Known tensors are values in host memory that the
- * script wrote, and numbers that were computed from such values. An op with known inputs is computed unless its outputs
- * are large. */
+/* Returns true if the op's inputs are known in a script's dry run. A tensor in host memory is known if the script wrote
+ * its values, or if they were computed from such values. An op with known inputs is computed unless its outputs are
+ * large. */
 static bool is_known(const apply *a, const ps_backend *be)
 {
     if (!be->is_host || a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) return false;
@@ -520,8 +525,8 @@ static int check_in_place(apply *a, uint32_t needs)
                    a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
-/* Increments the version of a storage. In a dry run, only the dry run's own tensors change, and all others keep their
- * values and versions. */
+/* Increments the version of a storage. In a dry run, only tensors that the dry run has made change. All other tensors
+ * keep their values and versions. */
 static void bump_version(const apply *a, ps_storage *s)
 {
     s->bytes.written = a->known;
@@ -542,7 +547,8 @@ static void bump_versions(apply *a)
 static int apply_steps(apply *a)
 {
     PS_TRY(prepare_inputs(a));
-    ps_error_set_op(a->row->name);                           /* set again, because casts and copies have changed it */
+    ps_error_set_op(a->row->name);                           /* set again, because casts and copies of inputs are ops
+                                                              * that have set it, too */
     uint32_t needs = a->row->grad || (a->row->flags & PS_OPF_INPLACE) ? ps_tape_needs(a->ctx, a->n_in, a->in) : 0;
     PS_TRY(check_in_place(a, needs));
     ps_infer f = { .op = a->op, .n_in = a->n_in, .in = (const ps_tensor *const *)a->in, .attrs = a->attrs.bytes,
@@ -585,8 +591,8 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     if (rc == 0) rc = apply_steps(&a);
     if (a.node) ps_node_release(a.node);
     if (rc < 0 && a.ticked && ctx->engine.hooks) ctx->engine.hooks->op_failed(ctx);
-    if (rc < 0) ctx->dry.calls.n = calls, ctx->dry.n_ops = ops;      /* the op may be repeated when more memory is
-                                                                      * available */
+    if (rc < 0) ctx->dry.calls.n = calls, ctx->dry.n_ops = ops;      /* the op may be repeated, so its entries are
+                                                                      * removed */
     for (int i = 0; i < n_in; i++)
         if (a.owned >> i & 1) ps_tensor_release(a.in[i]);
     for (int i = 0; i < a.row->n_out; i++) {

@@ -74,7 +74,7 @@ static void parse(ps_opinfo *op)
 }
 
 /* Some saved inputs (column `saved` of ops.def) are read only to compute the gradient of another input, such as a
- * weight. If that other input is frozen, they are not kept. */
+ * weight. If the other input is frozen, the saved input is not kept. */
 static const struct {
     int op;
     const char *input, *other;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Records the effects of spans of micro-batches, and repeats them (replay.h). A replay is possible after NOTED
- * consecutive micro-batches had equal effects. After that, all micro-batches except the last one have the same effects,
- * no matter how many micro-batches there are. */
+ * Records the effects of the spans of micro-batches, and repeats these effects (replay.h). A replay is possible after
+ * NOTED consecutive micro-batches have had equal effects. All following micro-batches except the last one then have the
+ * same effects, no matter how many micro-batches there are. */
 #include "tensor/replay.h"
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +13,7 @@ enum { MADE, GONE, OP, PIN, UNPIN, TAKE, GIVE };
 
 typedef struct effect {
     int32_t kind, device;
-    /* For GONE: the storage is number `at` of those that the span `span` of the micro-batch made. */
+    /* For GONE: the storage is number `at` among the storages that the micro-batch made in its span `span`. */
     int32_t span, at;
     int64_t access;               /* PIN only */
     int64_t nbytes;               /* MADE and TAKE only */
@@ -22,8 +22,8 @@ typedef struct effect {
 _Static_assert(sizeof(effect) == 40, "no padding: effects are compared byte by byte");
 
 typedef struct place { int32_t span, at; } place;
-typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage: NULL after it was
-                                                                                     * dropped */
+typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage: NULL after the storage
+                                                                                     * was dropped */
 
 /* The effects of a span. */
 typedef struct noted {
@@ -47,7 +47,8 @@ typedef struct twins { ps_storage *list; int32_t n, live; bool whole; } twins;
 typedef struct waiting { ps_storage bytes; int64_t number; } waiting;
 typedef struct taken { void *handle; int32_t device; } taken;
 
-enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* number of micro-batches that are performed after the first one */
+enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* number of micro-batches whose effects are recorded; they precede
+                                                   * the micro-batch `first` */
 
 struct ps_replay {
     ps_ctx *ctx;
@@ -82,8 +83,8 @@ static void notes_drop(notes *of, int32_t n_spans)
     *of = (notes){ .spans = NULL };
 }
 
-/* Orders the waiting bytes from the youngest to the oldest. They are freed in this order. The order decides where later
- * bytes are placed, so it must not depend on the collector. */
+/* Orders the waiting bytes from the youngest to the oldest, which is the order in which they are freed. The order
+ * determines where later bytes are placed, so it must not depend on the collector. */
 static int by_number(const void *a, const void *b)
 {
     int64_t x = ((const waiting *)a)->number, y = ((const waiting *)b)->number;
@@ -194,8 +195,8 @@ void ps_replay_made(ps_ctx *ctx, ps_storage *s)
     note(r, (effect){ .kind = MADE, .device = s->device, .nbytes = s->nbytes });
 }
 
-/* Records that a storage of a recorded micro-batch loses its bytes. With `late`, the bytes first wait for Lua's
- * collector. */
+/* Records that a storage of a recorded micro-batch loses its bytes. If `late` is set, the bytes wait for Lua's
+ * collector first. */
 static void note_gone(ps_replay *r, const ps_storage *s, bool late)
 {
     notes *of = &r->notes[s->replay.noted % NOTED];
@@ -203,8 +204,8 @@ static void note_gone(ps_replay *r, const ps_storage *s, bool late)
     m->storage = NULL;
     if (m->ended) return;
     noted *p = noting(r);
-    if (!p || notes_of(r, r->micro) != of) r->differs = true;         /* made in another micro-batch, or outside of
-                                                                       * micro-batches */
+    if (!p || notes_of(r, r->micro) != of) r->differs = true;         /* the storage was made in another micro-batch, or
+                                                                       * outside of micro-batches */
     else if (late) note_ended(r, p, m);
     else note(r, (effect){ .kind = GONE, .span = m->at.span, .at = m->at.at });
 }
@@ -273,8 +274,8 @@ static int by_place(const void *a, const void *b)
     return x->at < y->at ? -1 : x->at > y->at ? 1 : 0;
 }
 
-/* Finds the storages of the micro-batch that only a script's header still holds. Their bytes wait for Lua's
- * collector. */
+/* Finds the storages of the micro-batch to which only headers of the script still refer. The bytes of these storages
+ * wait for Lua's collector. */
 static void find_ended(ps_replay *r, notes *of, noted *p)
 {
     for (int32_t i = 0; i < of->n_made; i++) {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The scope stack. When a scope ends, it drops the bytes of the storages that were made in it. A storage is in the list
- * of one scope, or of no scope after it was dropped. Kept storages move to the root scope, which never ends. At the end
- * of a scope, the caller can also name storages that move to the parent scope. Small storages are made in the root
- * scope. Bytes that the tape holds stay in the root scope until the tape releases them.
+ * The scope stack. At its end, a scope drops the bytes of the storages that were made in the scope. A storage is in the
+ * list of one scope. After it was dropped, it is in no list. Kept storages move to the root scope, which never ends.
+ * When the caller ends a scope, it can name storages that move to the parent scope instead. Small storages are made in
+ * the root scope. Bytes that the tape holds stay in the root scope until the tape releases them.
  *
- * If only a dead header in Lua refers to some bytes, they wait for Lua's collector. The context counts the bytes of all
- * storages that have contents outside chunks. A collection shows how many of these bytes are in use. The next
- * collection is due when the bytes have grown by a quarter of that number. */
+ * If only a dead header in Lua refers to a storage, its bytes wait for Lua's collector. The context counts the bytes of
+ * all storages that have contents outside chunks. After a collection, the count is the number of bytes that are in use.
+ * The next collection is due when the count has grown by a quarter of this number. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -61,7 +61,8 @@ void ps_scope_add(ps_ctx *ctx, ps_storage *s)
 {
     bool small = s->nbytes < PS_SCOPE_MIN_NBYTES, takes = !ctx->devices[s->device]->no_data && !ctx->step->dry;
     ps_scope *outer = &ctx->scope.root;
-    if (ctx->engine.suspended.on)                   /* tensors that are made during a pause do not outlive the pause */
+    if (ctx->engine.suspended.on)                   /* tensors that are made while the script is paused do not outlive
+                                                     * the pause */
         for (outer = ctx->scope.now; outer->id != ctx->engine.suspended.scope;) outer = outer->parent;
     link_to(small ? outer : ctx->scope.now, s);
     if (!takes) return;
@@ -136,9 +137,9 @@ int ps_collect_due(ps_ctx *ctx)
 
 int64_t ps_collect_waiting(const ps_ctx *ctx) { return ctx->scope.nbytes - ctx->scope.left; }
 
-/* Sets when the next collection is due. `used` falls by at most an eighth per collection. Collections happen at
- * different points of a training step, and the point at which most tensors are in use should decide when the next one
- * is due. */
+/* Sets when the next collection is due. `used` falls by at most an eighth per collection. The reason: collections
+ * happen at different points of a training step, and the number of bytes at the point with most tensors should
+ * determine when the next collection is due. */
 void ps_collected(ps_ctx *ctx, int64_t least)
 {
     int64_t left = ctx->scope.nbytes, used = ctx->scope.used - ctx->scope.used / 8;

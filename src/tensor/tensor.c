@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Contexts, storages and tensor headers. `refs` of a header counts its owners, and `refs` of a storage counts its
- * headers. The bytes of a storage are freed with its last header. They are also freed earlier, if a scope has dropped
- * them and no owner holds them (`holds`). */
+ * Contexts, storages and tensor headers. `refs` of a header counts the header's owners. `refs` of a storage counts the
+ * storage's headers. The bytes of a storage are freed when its last header is released. They are freed earlier if a
+ * scope has dropped the storage and nothing holds it (`holds`). */
 #include "tensor/tensor.h"
 #include <math.h>
 #include <stdio.h>
@@ -38,7 +38,7 @@ int ps_ctx_new(ps_ctx **out)
 }
 
 /* Adds a device to both memory managers. If only the first manager accepts the device, the device is closed, but its
- * arena in that manager remains. The arena is empty, so freeing it does not call the device. */
+ * arena in the first manager remains. The arena is empty, so freeing it later does not call the closed device. */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
 {
     enum { MOST = sizeof ctx->devices / sizeof *ctx->devices };
@@ -186,7 +186,8 @@ void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
     bool fits = s->holds > 0 && !s->bytes.kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
     bool of_dry = ps_storage_is_of(s, ctx->dry.mem);
     if (!ctx->offload.on || !fits || of_dry != (ctx->step->dry != NULL)) return;
-    if (ctx->dry.replay) ps_replay_spoil(ctx);                  /* fetches depend on which storages are offloaded */
+    if (ctx->dry.replay) ps_replay_spoil(ctx);                  /* a replay cannot repeat fetches, because they depend
+                                                                 * on the storages that are offloaded */
     ps_away_leave(ctx->offload.away, s);
 }
 
@@ -248,8 +249,8 @@ ps_meta ps_tensor_meta(const ps_tensor *t)
     return m;
 }
 
-/* Computes the number of elements of a shape and its size in bytes. Returns PS_EINVAL if a size is negative, or if the
- * shape overflows the address range. */
+/* Computes the number of elements and the size in bytes of a tensor with the shape of m. Returns PS_EINVAL if a size is
+ * negative, or if the shape overflows the address range. */
 static int shape_numel(const ps_meta *m, int64_t *numel, int64_t *nbytes)
 {
     int64_t n = 1;
@@ -511,8 +512,8 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     return rc;
 }
 
-/* Returns true if bytes that a script writes to t are stored. On a simulated device, only host memory outside chunks is
- * stored. */
+/* Returns true if bytes that a script writes to t are stored. On a simulated device, only bytes in host memory outside
+ * chunks are stored. */
 static bool takes_bytes(const ps_tensor *t)
 {
     const ps_backend *be = t->ctx->devices[t->device_];
@@ -539,7 +540,8 @@ int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 
 enum { LOADED_NBYTES = 8 << 20 };
 
-/* Loads bytes from a reader into a device's memory. Host memory is loaded directly, other memory through a buffer. */
+/* Loads bytes from a reader into a device's memory. Bytes for host memory are loaded directly. Bytes for other memory
+ * are loaded into a buffer and then copied. */
 static int load(ps_backend *be, char *to, ps_reader read, const void *from, int64_t at, int64_t nbytes)
 {
     if (be->load) return be->load(be, to, read, from, at, (size_t)nbytes);
@@ -584,7 +586,7 @@ static int check_borrower(const ps_tensor *t, int64_t nbytes)
     return 0;
 }
 
-/* Makes t use the bytes of loans. Ends the loans if that fails. */
+/* Makes t use the bytes of loans. Ends the loans on failure. */
 static int borrow(ps_tensor *t, const ps_loans *loans)
 {
     int rc = ps_storage_lend(t->storage, loans);
@@ -683,8 +685,8 @@ static double element_get(const char *p, int dtype)
     }
 }
 
-/* Rounds towards 0, as casts do. A value outside the type's range becomes the nearest value of the type. NaN becomes
- * 0. */
+/* Converts v to an integer from `low` to `high`. Rounds towards 0, as casts do. A value outside the range becomes the
+ * nearest bound. NaN becomes 0. */
 static int64_t whole_within(double v, int64_t low, int64_t high)
 {
     if (v != v) return 0;
@@ -710,8 +712,8 @@ static void element_set(char *p, int dtype, double v)
     }
 }
 
-/* Copies the elements [first, first + numel) of a host tensor, in row-major order. They are copied to `dst`, or from
- * `src` to the tensor. */
+/* Copies numel elements of a host tensor, starting at element `first` in row-major order. If `dst` is not NULL, copies
+ * from the tensor to `dst`. Otherwise copies from `src` to the tensor. */
 static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst, const double *src)
 {
     PS_TRY(ps_tensor_check_alive(t));
@@ -790,7 +792,8 @@ int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
     ps_tensor *all[PS_MAX_OUT] = { NULL }, *between = NULL;
     const ps_backend *from = ctx->devices[t->device_], *to = ctx->devices[device];
     int host = 0;
-    if (!from->is_host && !to->is_host && !from->no_data && !to->no_data) {         /* through host memory */
+    if (!from->is_host && !to->is_host && !from->no_data && !to->no_data) {         /* the copy goes through host
+                                                                                     * memory */
         while (host < ctx->n_devices && !ctx->devices[host]->is_host) host++;
         PS_TRY(ps_tensor_to_device(t, host, &between));
     }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The attributes of an optimizer update that change from one update to the next. */
+ * Sets the attributes of an optimizer update that change from one update to the next. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 
@@ -17,7 +17,8 @@ int ps_update_attrs(int op, void *attrs, int64_t t, double grad_scale)
     } else if (op == PS_OP_lion_ || op == PS_OP_lamb_ || op == PS_OP_muon_ || op == PS_OP_adafactor_ ||
                op == PS_OP_adam8bit_ || op == PS_OP_lion8bit_ || op == PS_OP_adam_bf16_ || op == PS_OP_rmsprop_ ||
                op == PS_OP_adam_schedule_free_) {
-        struct { double grad_scale; int64_t t; } *head = attrs;           /* the first attributes of every update op */
+        struct { double grad_scale; int64_t t; } *head = attrs;           /* the attributes of every such op begin with
+                                                                           * these two */
         head->grad_scale = grad_scale;
         head->t = t;
     } else {
