@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A training script that uses BMTrain's names (docs/bmtrain.md). It trains a GPT on random tokens, which are different
--- on each rank.
+-- A training script that uses BMTrain's names (docs/bmtrain.md). It trains a GPT on random tokens. The tokens of
+-- data-parallel ranks differ.
 --
 --   psluajit bmtrain.lua
 --   psluajit tools/launch.lua --nproc-per-node 2 examples/bmtrain.lua --zero-level 3 --save gpt.pt
@@ -25,7 +25,7 @@ command_line.file(parser:option("--save", "Write the weights to this file (.pt o
   ".pth", ".bin", ".ckpt", ".safetensors")
 local args = command_line.parse(parser)
 
--- Without sequence parallelism, all ranks that share a layer have all rows in between the layers.
+-- Without sequence parallelism, every rank of a tensor-parallel group has all rows between the layers.
 bmt.init_distributed { seed = 0, zero_level = args.zero_level, tp_size = args.tp_size, pipe_size = args.pipe_size,
   config = { tensor_parallel = { sequence_parallel = false } } }
 local Column, Row = bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear
@@ -70,7 +70,7 @@ local model = GPT { vocabulary = VOCABULARY, width = 64, layers = 4, heads = 4, 
 bmt.init_parameters(model)
 bmt.synchronize()
 
--- Ranks that share layers sample the same tokens. Positions after the end of a sample are not targets.
+-- Ranks that share layers draw the same tokens. Positions after the end of a sample are not targets.
 ps.manual_seed(1234 + bmt.config.tp_zero_rank)
 local sent = ps.randint(0, VOCABULARY, { BATCH, LENGTH + 1 }, { dtype = "int32" })
 local pos = ps.arange(0, LENGTH, { dtype = "int32" }):unsqueeze(0):expand { BATCH, LENGTH }:contiguous()

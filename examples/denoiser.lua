@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a small convolutional network to remove noise from drawn digits. Writes a picture with the noisy, the denoised
--- and the clean digits.
+-- Trains a small convolutional network to remove noise from images of digits. Writes a picture with the noisy, the
+-- denoised and the clean images.
 --   psluajit denoiser.lua --layout chunks                                   also plain
 --   psluajit launch.lua --nproc-per-node 2 denoiser.lua --layout pipeline   also zero, tensor (layout.lua)
 local ps = require "ps"
@@ -8,14 +8,14 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
--- Returns clean images [n, 1, 16, 16], their noise levels [n, 1, 1, 1], and the noisy images.
+-- Returns clean images [n, 1, 16, 16], a noise level [n, 1, 1, 1] for each image, and the noisy images.
 local function batch(n)
   local clean, level = digits.drawn(ps.randint(0, 10, { n }, { dtype = "int64" })), ps.rand { n, 1, 1, 1 }
   return { clean = clean, level = level, noisy = clean + level * ps.randn { n, 1, 16, 16 } }
 end
 
 local Denoiser = nn.class "Denoiser"
--- Ranks share the channels of the first layer and of the middle layer.
+-- The channels of the first and of the middle layer are split over ranks.
 Denoiser.tensor_parallel = { first = "column", norm1 = "channels", down = "row", middle = "column",
   last = { "row", blocks = 2 } }
 

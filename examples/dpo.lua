@@ -4,9 +4,9 @@
 --   psluajit dpo.lua --model FOLDER --data pairs.jsonl --out adapter
 --
 -- A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}. Each of the three is a text or a list of
--- messages. A line can also have only chosen and rejected, which are then two conversations with the same beginning.
--- The reference is the model without its adapter. With --cache FILE, the log-probabilities of the reference are
--- computed only once. tools/chat.lua FOLDER --adapter OUT starts a conversation with the result.
+-- messages. A line without "prompt" is allowed, too: "chosen" and "rejected" are then conversations with the same
+-- beginning. The reference is the model without its adapter. With --cache FILE, the log-probabilities of the reference
+-- are computed only once. tools/chat.lua FOLDER --adapter OUT starts a conversation with the result.
 local ps = require "ps"
 local line = require "ps.command_line"
 

@@ -10,11 +10,11 @@
 --   psluajit launch.lua --nproc-per-node 2 finetune.lua --model FOLDER --data chats.jsonl --out tuned
 --
 -- A line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
--- another form of conversations (docs/data.md). The model's own chat template turns each conversation into tokens. Only
--- the tokens of the assistant are trained. `psluajit tools/data.lua show FOLDER chats.jsonl` prints them.
+-- a conversation in another form (docs/data.md). The model's own chat template turns each conversation into tokens.
+-- Only the assistant's tokens are targets. `psluajit tools/data.lua show FOLDER chats.jsonl` prints the targets.
 --
--- After Ctrl-C the script saves, and --resume continues bit for bit. This works also on another day, because a
--- checkpoint has the date that templates print.
+-- After Ctrl-C the script saves, and --resume continues bit for bit, even on another day, because a checkpoint stores
+-- the date that templates print.
 local ps = require "ps"
 local argparse = require "argparse"
 local lfs = require "lfs"
@@ -78,8 +78,8 @@ local function loader_of(examples, tok, seq, date, training)
     accumulate = args.accumulate }
 end
 
--- Checks the options and the rows, and checks that the examples contain tokens to train. The model is loaded after
--- these checks.
+-- Checks the options and the rows, and checks that the rows contain targets. The model is loaded only after these
+-- checks.
 local function prepared()
   if not args.lora and (args.dora or args.merge or args.alpha or args.lora_dropout > 0 or args.keep_quantized) then
     error("--dora, --merge, --alpha, --keep-quantized and --lora-dropout need --lora and a rank, such as --lora 16", 0)
@@ -125,8 +125,8 @@ local function prepared()
   local date = args.date or args.resume and (checkpoints.info(run).extra or {}).date or os.date "%Y-%m-%d"
   most = most or 1024
   local tok, seq = ps.tokenizer.from_pretrained(folder), args.seq or math.min(1024, most)
-  if not tok:has_chat_template() then tok:chat_template() end          -- raises an error that names the folder instead
-                                                                       -- of a row
+  if not tok:has_chat_template() then tok:chat_template() end          -- raises the error for a missing template, which
+                                                                       -- names the folder
   local note = endless(tok, rows, ps.data.format(rows), { date = date })
   if note then ps.print_rank("note: " .. note) end
   local loader, evaluation = loader_of(rows, tok, seq, date, true), loader_of(held_out, tok, seq, date, false)
@@ -150,9 +150,9 @@ local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
     zero_optimization = ps.world_size() > 1 and { stage = args.zero } or nil,
     memory = (args.host or args.disk) and { host = args.host, disk = args.disk and { path = args.disk } } or nil } })
 
--- Computes the steps until the last epoch ends. A resumed run can have another number of steps per epoch, for example
--- because of another --batch or number of processes. `first` is then the step of the checkpoint, and `done` is the
--- number of epochs before that step.
+-- Computes the number of steps until the last epoch ends. A resumed run can have another number of steps per epoch, for
+-- example because --batch or the number of processes has changed. `first` is then the step of the checkpoint, and
+-- `done` is the number of epochs before the step `first`.
 local per_epoch, first, done = loader.batches / args.accumulate, 0, 0
 local saved = args.resume and checkpoints.info(run) or {}
 local before = saved.extra or {}
@@ -177,10 +177,11 @@ if start >= steps then
   ps.print_rank(("nothing to do but to write the model: the checkpoint is at step %d of %d"):format(start, steps))
 end
 
-local messages, tools = try(ps.data.prompt, held_out, 1)   -- read only once, since the file may change during training
+local messages, tools = try(ps.data.prompt, held_out, 1)   -- the prompt is read only once, because the file may change
+                                                           -- during training
 
--- Prints the model's own reply at the end of the first held-out conversation, by greedy decoding. Before training, also
--- prints the conversation up to that reply.
+-- Prints the model's own last reply in the first held-out conversation, by greedy decoding. Before training, also
+-- prints the conversation before the reply.
 local function reply(when)
   local ids = tok:apply_chat_template(messages, { add_generation_prompt = true, date = date, tools = tools })
   local room = math.min(48, most - #ids)
@@ -203,7 +204,7 @@ if result.interrupted then
   ps.print_rank "interrupted; --resume continues"
   line.leave(130)
 end
-ps.catch_interrupts()                                      -- train.run has stopped catching them
+ps.catch_interrupts()                                      -- train.run has switched off the handling of interrupts
 try(reply, "after")
 try(model.save_pretrained, model, args.merge and args.out .. "/adapter" or args.out)
 if ps.rank() == 0 then

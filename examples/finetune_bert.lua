@@ -1,17 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Fine-tunes an encoder (BERT, RoBERTa) to classify sequences. Prints its accuracy on held-out sequences, and writes a
+-- Fine-tunes an encoder (BERT, RoBERTa) to classify sequences. Prints the accuracy on held-out sequences, and writes a
 -- folder that transformers loads.
 --
 --   psluajit finetune_bert.lua --model FOLDER --data train.jsonl --held-out dev.jsonl --out FOLDER
 --
 -- A row of the data is {"text": "a fine film", "label": "good"}, or {"input_ids": [101, 7592, 102], "label": 1}. The
--- file must be one that ps.data.table reads: .jsonl, .json, .csv, .tsv. Texts need the tokenizer in the model's folder.
--- Labels are names or whole numbers. Each label in --data is a class, and config.json gets the names of the classes. If
--- labels are numbers that count from 0, they are the classes themselves.
+-- file can be .jsonl, .json, .csv or .tsv (ps.data.table). Texts need the tokenizer in the model's folder. Labels are
+-- names or whole numbers. Each different label in --data is a class, and the names of the classes are written to
+-- config.json. If the labels are the numbers 0, 1, 2, ..., a label is the index of its class.
 --
--- Without --data, the script generates sequences of two classes. The class says whether token 7 occurs before token 9.
--- Without --model, the script starts from a small BERT with random weights. Such a model needs a higher learning rate
--- and more epochs than a pretrained one, so --lr and --epochs then have other defaults.
+-- Without --data, the script generates sequences of two classes. A sequence is in class 1 if token 7 occurs before
+-- token 9. Without --model, the script starts from a small BERT with random weights. Such a model needs a higher
+-- learning rate and more epochs than a pretrained model, so the defaults of --lr and --epochs are higher without
+-- --model.
 local ps = require "ps"
 local argparse = require "argparse"
 local json = require "cjson"
@@ -65,8 +66,8 @@ local function read(path)
   return list
 end
 
--- Returns the labels of all rows as a sorted list. If all labels are whole numbers, they are sorted as numbers. A whole
--- number can also be written as a text.
+-- Returns the different labels of the rows as a sorted list. If all labels are whole numbers, they are sorted as
+-- numbers, even if some are written as texts.
 local function labels_of(rows)
   local seen, labels, numbers = {}, {}, true
   for _, row in ipairs(rows) do
@@ -95,7 +96,8 @@ local function number_labels(rows, labels)
   end
 end
 
--- Returns n sequences of 4 to 12 tokens. Each sequence has a 7 and a 9. In class 1, the 7 is before the 9.
+-- Returns n sequences of 4 to 12 tokens. Each sequence contains token 7 and token 9. In class 1, token 7 is before
+-- token 9.
 local function draw(n)
   local rows = {}
   local numbers = ps.randint(10, 100, { n, 16 }, { dtype = "int32" }):tolist()
@@ -144,8 +146,8 @@ if args.model then model = try(open)
 else model = bert.new("tiny", settings_of_model) end
 local pad = model.config.pad_token_id or 0
 
--- Turns texts into ids, truncated to the model's number of positions. Prints how many texts were truncated, and how
--- many tokens are not in the vocabulary.
+-- Turns texts into ids. Truncates the ids of a text to the model's number of positions. Prints how many texts were
+-- truncated, and how many tokens are not in the vocabulary.
 local function encode()
   local tokenizer, cut, unknown, tokens, all = nil, 0, 0, 0, #rows + #held_out
   local most = model.config.max_position_embeddings - (model.config.model_type == "roberta" and pad + 1 or 0)
@@ -176,7 +178,8 @@ local function encode()
 end
 try(encode)
 
--- Returns rows first to last of a list as a batch. Rows are padded at the end to the length of the longest row.
+-- Returns the rows `first` to `last` of a list as a batch. Rows are padded at the end to the length of the batch's
+-- longest row.
 local function batch_of(list, first, last)
   local longest, ids, mask, targets = 0, {}, {}, {}
   for i = first, last do longest = math.max(longest, #list[i].ids) end

@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Code for the examples that define a model: options, the layout that --layout names, and the training loop.
+-- Code that the examples with their own model share: options, the layout that --layout selects, and the training loop.
 --   plain      one process, in plain memory             chunks     one process, in chunks (docs/memory.md)
 --   zero       two ranks, over which all state is sharded     pipeline   two ranks, each with a stage of the model
 --   tensor     two ranks, each with a part of each layer
 -- The last three run under tools/launch.lua --nproc-per-node 2. Each step has two micro-batches. With ZeRO, each of the
--- two ranks has one of them. So all layouts compute the same losses, even if the loss depends on several rows of a
--- micro-batch at once.
+-- two ranks computes one micro-batch. So all layouts compute the same losses, even if a loss depends on several rows of
+-- its micro-batch.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.command_line"
 local whole = command_line.whole
 
-local CUTS = 2                                     -- micro-batches per step, summed over data-parallel ranks
+local CUTS = 2                                     -- number of micro-batches per step, summed over data-parallel ranks
 local RANKS = { plain = 1, chunks = 1, zero = 2, pipeline = 2, tensor = 2 }
 
 local layout = {}
@@ -60,7 +60,8 @@ function layout:initialize(model_func, example)
     tensor_parallel = how == "tensor" and { size = 2 } or nil } }
 end
 
---- Trains on batches of named tensors. All ranks get equal batches, and each data-parallel rank uses only its own rows.
+--- Trains on batches of named tensors. All ranks generate the same batch, and each data-parallel rank uses only its own
+--- rows of the batch.
 ---@param batch fun(rows: integer): table
 function layout:train(batch)
   local args, model, rank, ranks = self.args, self.model, ps.mesh.rank "dp", ps.mesh.size "dp"

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a mixture of experts to draw waves from coordinates. A router sends each point to one expert. Each expert has
--- slots for a limited number of points, and a second loss keeps the experts equally busy (Fedus et al. 2021, "Switch
--- Transformers"). Writes a picture with the true value of each point, the value that the model computes, and the expert
--- of the point.
+-- slots for a limited number of points. A second loss makes the router send similar numbers of points to all experts
+-- (Fedus et al. 2021, "Switch Transformers"). Writes a picture with the true value of each point, the value that the
+-- model computes, and the point's expert.
 --   psluajit moe.lua --layout chunks                                    also plain
 --   psluajit launch.lua --nproc-per-node 2 moe.lua --layout pipeline    also zero, tensor (layout.lua)
 local ps = require "ps"
@@ -27,7 +27,8 @@ function Mixture:init(width, experts)
   self.norm, self.router, self.experts = nn.LayerNorm(width), nn.Linear(width, experts), nn.ModuleList()
   for _ = 1, experts do self.experts:append(Expert(width)) end
 end
--- Returns x [n, width] plus the results of the experts, the load-balancing loss, and the expert of each row.
+-- Returns three values: x [n, width] plus the results of the experts, the load-balancing loss, and the expert of each
+-- row.
 function Mixture:forward(x)
   local h, n, E = self.norm(x), x:size(0), self.experts.length
   local room = math.ceil(1.25 * n / E)

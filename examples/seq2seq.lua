@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains an encoder and a decoder (Vaswani et al. 2017) to sort digits. One table embeds the digits of both sides and
--- is also the head. Writes a picture with rows of drawn digits. Below each row are the digits that the model writes.
+-- Trains an encoder and a decoder (Vaswani et al. 2017) to sort digits. One embedding is used for the digits of the
+-- encoder and of the decoder, and as the weight of the head. Writes a picture with rows of digits. Below each row are
+-- the digits that the model generates.
 --   psluajit seq2seq.lua --layout chunks                                    also plain
 --   psluajit launch.lua --nproc-per-node 2 seq2seq.lua --layout pipeline    also zero, tensor (layout.lua)
 local ps = require "ps"
@@ -8,10 +9,11 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
-local LENGTH, BEGIN = 8, 10                                  -- number of digits in a row; id of the start token
+local LENGTH, BEGIN = 8, 10                                  -- LENGTH: number of digits in a row. BEGIN: id of the
+                                                             -- start token
 
--- Returns digits [n, LENGTH], the sorted digits, and the input of the decoder. That input is the sorted digits, shifted
--- by one position.
+-- Returns digits [n, LENGTH], the sorted digits, and the decoder's input. The decoder's input is the start token,
+-- followed by the sorted digits without the last digit.
 local function batch(n)
   local from = ps.randint(0, 10, { n, LENGTH }, { dtype = "int64" })
   local to = from:sort(-1)
@@ -20,7 +22,8 @@ local function batch(n)
 end
 
 local Sorter = nn.class "Sorter"
-Sorter.tensor_parallel = { embed = "vocabulary" }            -- layers of ps.nn define how ranks share them
+Sorter.tensor_parallel = { embed = "vocabulary" }            -- the layers of ps.nn define themselves how they are split
+                                                             -- over ranks
 
 function Sorter:init(width, layers, heads)
   local options = { dim_feedforward = 2 * width, dropout = 0, batch_first = true, norm_first = true }
@@ -62,7 +65,7 @@ run:train(batch)
 
 local given, rows = batch(4), {}
 given.into = ps.full({ 4, LENGTH }, BEGIN, { dtype = "int64" })
--- appends the likeliest digit, one position after another
+-- fills each position with the likeliest digit, one position after another
 for place = 0, LENGTH - 1 do
   given.to = run:output(given, "logits"):narrow(2, 0, 10):argmax(-1)
   if place < LENGTH - 1 then given.into:select(1, place + 1):copy_(given.to:select(1, place)) end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a byte-level GPT-2 of 4 layers with a hand-written training loop. It trains on the first nine tenths of a
--- text. At the end, it prints the loss on the last tenth.
+-- Trains a byte-level GPT-2 of 4 layers with a hand-written training loop, on the first nine tenths of a text. At the
+-- end, prints the loss on the last tenth.
 --
 --   psluajit train_char.lua --data tinyshakespeare.txt
 local ps = require "ps"

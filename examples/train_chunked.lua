@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a GPT-2 whose parameters, gradients and optimizer states are in chunks, within given memory budgets. The
--- configuration is a DeepSpeed JSON file (ds_config.json next to this script). The budgets are given on the command
--- line.
+-- configuration is a DeepSpeed JSON file (ds_config.json next to this script). Options on the command line set the
+-- budgets.
 --
 --   psluajit train_chunked.lua --data my.txt
 --   psluajit train_chunked.lua --data my.txt --model gpt2-xl --vocab 50257 --host 6GiB --disk /var/tmp
@@ -56,11 +56,11 @@ if not (config.gradient_accumulation_steps or config.train_batch_size) then conf
 
 local tokens = try(ps.data.tokens, args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
--- A restarted script resumes from the last checkpoint of its own run. Unless --resume is given, it never resumes from a
--- checkpoint that an earlier run left in the folder. Some launchers name their runs. The file `begun` then contains the
--- name of the run that last started or resumed in the folder.
+-- A script that a launcher restarts resumes from the last checkpoint of its own run. Unless --resume is given, it never
+-- resumes from a checkpoint that an earlier run left in the folder. Some launchers give their runs names. The file
+-- `begun` then contains the name of the run that last started or resumed in the folder.
 local env, begun = require("ps.dist.env").read(), args.out .. "/begun"
-local launch = (env.run or ""):gsub("%.%d+$", "")              -- without the number of the restart
+local launch = (env.run or ""):gsub("%.%d+$", "")              -- the run's name without the number of the restart
 local function began_here()
   local f = io.open(begun)
   local name = f and f:read("*l")
@@ -75,7 +75,8 @@ local function forget() if earlier then os.remove(args.out .. "/latest") end end
 if launch ~= "" then forget() end
 
 ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
-if env.rank == 0 and launch ~= "" then                         -- after init_distributed, all ranks have read `begun`
+if env.rank == 0 and launch ~= "" then                         -- `begun` is written only now, because all ranks have
+                                                               -- read it before init_distributed
   checkpoints.make_folder(args.out)
   local f = assert(io.open(begun, "wb"))
   f:write(launch, "\n")

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a GPT-2 on text: a file, or the collection in Debian's package `fortunes`. Shows its progress, measures the
 -- loss on held-out text, draws the loss curve, and saves checkpoints. At the end, it generates a sample, and writes the
--- model in the format of Hugging Face to the folder out/model. tools/generate.lua and transformers read this folder.
+-- model in the format of Hugging Face to the folder out/model. tools/generate.lua and transformers can read this
+-- folder.
 --
 --   psluajit train_gpt2.lua                          a small byte-level model
 --   psluajit train_gpt2.lua --data my.txt --steps 2000 --out my_run
@@ -25,7 +26,7 @@ local settings = {
   held_out = 0.1,              -- fraction of each text file that is held out
   max_lr = 2e-3, min_lr = 1e-4, warmup = 60,
   betas = { 0.9, 0.95 }, weight_decay = 0.1, max_norm = 1.0, dropout = 0.0,
-  evals = 8,                   -- number of held-out evaluations per run, if evaluations are cheap
+  evals = 8,                   -- number of evaluations per run; fewer if evaluations take too long (eval_every)
   eval_rows = 192,             -- number of held-out rows per evaluation
   saves = 4,                   -- number of checkpoints per run
   sample = { tokens = 400, temperature = 0.8, top_k = 40, prompt = "\n" },
@@ -36,8 +37,9 @@ local defaults = {
   lr = settings.max_lr, dropout = settings.dropout, vocab = 50257, seed = 1,
 }
 
--- Options that a checkpoint stores. --resume rejects other values of the options in FIXED, because these would make a
--- different run. It accepts other values of the options in FREE and prints a note.
+-- Options that a checkpoint stores. If --resume is given with another value of an option in FIXED, the script raises an
+-- error, because the run would be a different run. Other values of options in FREE are accepted, and the script prints
+-- a note.
 local FIXED = { "model", "batch", "seq", "accumulate", "dtype", "lr", "dropout", "vocab", "seed" }
 local FREE = { "data", "device", "steps", "recompute", "eval_every", "eval_batches" }
 
@@ -78,7 +80,8 @@ end
 
 local function flag(name) return "--" .. name:gsub("_", "-") end
 
--- Returns the options of the run in args.out with the permitted changes, and the step of that run.
+-- Returns the options of the run in the folder args.out, with the permitted changes, and the step that this run has
+-- reached.
 local function resumed(args)
   local found, why = checkpoints.find(args.out)
   if not found then error(why .. "; to start a new run there, remove --resume", 0) end
@@ -132,7 +135,7 @@ local function fortune_files()
   return files
 end
 
--- Splits each text into a training text and a held-out text. The split is at the end of a line if there is one nearby.
+-- Splits each text into a training text and a held-out text, at the end of a line if there is one nearby.
 local function split_texts(paths)
   local learned, held_out = {}, {}
   for _, path in ipairs(paths) do
@@ -159,8 +162,8 @@ local function holds(path, text)
   return true
 end
 
--- Shards that were written but do not have their final names yet, indexed by these names. An earlier run in the folder
--- keeps its shards until nothing can prevent the new run.
+-- Shards that were written but do not have their final names yet. The keys are the final names. The shards of an
+-- earlier run in the folder are replaced only when nothing can prevent the new run any more.
 local written = {}
 
 local function new_name(path) return (path:gsub("%.bin$", ".new.bin")) end
@@ -176,8 +179,8 @@ end
 
 local function remove_new_shards() for path in pairs(written) do os.remove(new_name(path)) end end
 
--- Writes the shard for a text. A resumed run must keep its data. It therefore uses the existing shard, which must
--- contain the same text.
+-- Writes the shard for a text. A resumed run must keep its data, so it uses the existing shard, which must contain the
+-- same text.
 local function write_shard(args, name, text, bytes)
   local path = args.out .. "/" .. name
   if args.resume and lfs.attributes(path) then
@@ -246,13 +249,14 @@ end
 -- Returns an iterator over the held-out rows.
 local function windows_of(windows) return ps.data.windows(merge(windows, { shards = shards_now(windows) })) end
 
--- Creates the objects of a run. Checkpoints save and restore these objects.
+-- Creates the objects that checkpoints save and restore.
 local function assemble(args, learn)
   ps.manual_seed(args.seed)
   local dtype = args.dtype
   local model = gpt2.new(args.model, { dtype = dtype, device = args.device, vocab_size = learn.vocab,
     dropout = args.dropout, recompute = args.recompute,
-    n_positions = args.seq })                        -- additional positions would remain untrained and spoil samples
+    n_positions = args.seq })                        -- more positions than args.seq would remain untrained and make
+                                                     -- samples worse
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
   local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr,
     warmup = math.min(settings.warmup, args.steps), min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
@@ -291,8 +295,8 @@ local function report(args, result, text, folder)
     progress.count(result.tokens_per_s), progress.clock(result.seconds)))
 end
 
--- Returns the number of training steps that take ten times as long as one evaluation of the held-out loss. A forward
--- takes a third of the time of a training step with the same batch.
+-- Returns the number of training steps that take ten times as long as one evaluation of the held-out loss. The estimate
+-- assumes that a forward takes a third of the time of forward and backward.
 local function tenth(args) return 10 * args.eval_batches / (3 * args.accumulate) end
 
 -- Returns the number of steps between evaluations of the held-out loss.
@@ -300,8 +304,8 @@ local function eval_every(args) return math.ceil(math.max(1, args.steps / settin
 
 local FEW = 100                                            -- a run with fewer steps is too short to be useful
 
--- Returns the number of steps that fit into args.minutes on this machine. To measure this, it runs and discards a few
--- steps and an evaluation.
+-- Returns the number of steps that fit into args.minutes on this machine. To measure the time, it runs a few steps and
+-- an evaluation, whose results are discarded.
 local function measured_steps(args, learn, windows)
   local run, began, warm = assemble(args, learn), ps.now(), 3
   local function go(from, to)
@@ -319,8 +323,8 @@ local function measured_steps(args, learn, windows)
   local count = math.ceil(math.min(20, math.max(2, 2 / first)))
   local step_s = go(warm, warm + count) / count
   local left = 60 * args.minutes - (ps.now() - began)
-  -- The run evaluates the held-out loss `evals` times and at its end. If one evaluation per `tenth` steps is less
-  -- often, the run does that instead.
+  -- The run evaluates the held-out loss `evals` times and at its end. If fewer evaluations result from one evaluation
+  -- per tenth(args) steps, the run uses this interval instead.
   local steps = math.max(1, math.floor(math.max((left - settings.evals * evaluating) / step_s,
     (left - evaluating) / (step_s + evaluating / tenth(args)))))
   if steps >= 100 then steps = steps - steps % 10 end
@@ -355,7 +359,7 @@ local function main()
   local learn, held_out, tok = prepare(args)
   local windows = merge(held_out, { batch = args.batch, seq = args.seq, limit = args.eval_batches * args.batch,
     device = args.device })
-  windows_of(windows)       -- raises an error now instead of after an hour, if there is too little held-out text
+  windows_of(windows)       -- if there is too little held-out text, raises the error now instead of after an hour
   if args.minutes then args.steps = measured_steps(args, learn, windows) end
   local run = assemble(args, learn)
   print(("%s: %s parameters, %s, %d rows of %d tokens per batch, on %s"):format(args.model,
@@ -368,7 +372,8 @@ local function main()
     for _, name in ipairs(names) do options[name] = args[name] end
   end
   commit_shards()
-  run.loader = args.resume and run.loader or loader_of(args, learn)   -- opened again, under its final name
+  run.loader = args.resume and run.loader or loader_of(args, learn)   -- the loader opens the shards again, under their
+                                                                      -- final names
   if earlier then os.remove(args.out .. "/latest") end     -- --resume continues the new run
   local result = train.run(merge(run, {
     steps = args.steps, start = start, accumulate = args.accumulate, max_norm = settings.max_norm,

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains two towers (Radford et al. 2021, "CLIP"). One maps images of drawn numbers to a space, and the other maps
--- texts of their two digits to the same space. The other rows of a micro-batch are the negatives. Writes a picture with
--- numbers, and with the similarity of each number to ten texts.
+-- Trains two towers (Radford et al. 2021, "CLIP"). One tower maps images of two-digit numbers to vectors. The other
+-- tower maps texts of two digits to vectors in the same space. The negatives of a row are the other rows of its
+-- micro-batch. Writes a picture with images of numbers, and with the similarity of each image to ten texts.
 --   psluajit two_towers.lua --layout chunks                                    also plain
 --   psluajit launch.lua --nproc-per-node 2 two_towers.lua --layout pipeline    also zero, tensor (layout.lua)
 local ps = require "ps"
@@ -9,8 +9,7 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
--- Returns noisy images [n, 1, 16, 32] of numbers below 100, and the digits of these numbers [n, 2]. All n numbers are
--- different.
+-- Returns noisy images [n, 1, 16, 32] of n different numbers below 100, and the two digits of each number, [n, 2].
 local function batch(n)
   local number = ps.randperm(100):narrow(0, 0, n)
   local ten = (number:double() / 10):floor():long()

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a small vision transformer (Dosovitskiy et al. 2021) to read drawn digits in noise. Writes a picture with the
--- digits, and below them the digits that the model reads.
+-- Trains a small vision transformer (Dosovitskiy et al. 2021) to recognize digits in noisy images. Writes a picture
+-- with the noisy images, and below each image the digit that the model has recognized.
 --   psluajit vit.lua --layout chunks                                        also plain
 --   psluajit launch.lua --nproc-per-node 2 vit.lua --layout pipeline        also zero, tensor (layout.lua)
 local ps = require "ps"
@@ -8,7 +8,7 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
--- Returns noisy images [n, 1, 16, 16], and their digits [n].
+-- Returns noisy images [n, 1, 16, 16], and the digit of each image, [n].
 local function batch(n)
   local of = ps.randint(0, 10, { n }, { dtype = "int64" })
   return { image = digits.drawn(of) + 0.3 * ps.randn { n, 1, 16, 16 }, digits = of }

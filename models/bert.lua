@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BERT, an encoder that reads in both directions, and its heads. Parameter names, layouts ([out, in]) and
--- initialisation are those of Hugging Face's BertModel, BertForMaskedLM, BertForSequenceClassification,
--- BertForTokenClassification and BertForQuestionAnswering. models/roberta.lua derives from the classes here.
--- bert_config.lua has the settings. ps/pretrained/ has the code that all models share.
+-- initialisation are the same as in Hugging Face's BertModel, BertForMaskedLM, BertForSequenceClassification,
+-- BertForTokenClassification and BertForQuestionAnswering. models/roberta.lua derives from the classes here. The
+-- settings are in bert_config.lua, and code that all models share is in ps/pretrained/.
 --
 --   local bert = require "models.bert"
 --   local model = ps.from_pretrained("some/folder", { task = "sequence_classification", num_labels = 3 })
 --   local out = model { input_ids = ids, attention_mask = mask, labels = labels }     -- out.loss, out.logits
 --
--- With unpad = true (ps/pretrained/unpad.lua), there is no padding between the embeddings and the head. x is then [S,
--- C], with the S rows of [B, T] that are not padding. `rows` int64 [S] has the index of each of these rows in [B, T].
--- `places` int64 [B * T] maps each row of [B, T] to its row in [S].
+-- With unpad = true (ps/pretrained/unpad.lua), the layers between the embeddings and the head process no padding. x is
+-- then [S, C] and contains the S positions of [B, T] that are not padding. `rows` int64 [S] contains the index of each
+-- of these positions among the B * T positions. `places` int64 [B * T] maps each position of [B, T] to its row in [S].
 --
 -- Sizes: B batch, T positions, C width, H heads, D = C / H, V vocabulary, K labels.
 local ps = require "ps"
@@ -32,7 +32,8 @@ local function dropped(drop, x, mask, rows)
   return drop(x, unpad.part(x, rows, shape_of(mask)))
 end
 
--- Returns x plus layer(y) after dropout. Without dropout, the epilogue of the matrix product adds x.
+-- Applies `layer` to y and dropout to the result, and adds x. Without dropout, the epilogue of the matrix product adds
+-- x.
 local function project(layer, drop, y, x, mask, rows)
   if not drop:active() then return layer(y, x) end
   return x + dropped(drop, layer(y), mask, rows)
@@ -45,8 +46,8 @@ end
 -- -- the encoder ----------------------------------------------------------------------------------------------------
 local Embeddings = nn.class("BertEmbeddings")
 
--- where.padded: the position embedding has a row for padding. It is registered last, as in transformers' RoBERTa. The
--- random generator initialises words, positions and token types in this order.
+-- If where.padded is set, the position embedding has a row for padding. The position embedding is then registered last,
+-- as in transformers' RoBERTa. Random values are always drawn in the order words, positions, token types.
 function Embeddings:init(c, where)
   local function table_of(rows, padding)
     return nn.Embedding(rows, c.hidden_size, { std = where.std, dtype = where.dtype, device = where.device,
@@ -68,8 +69,8 @@ local function first_rows(rows, n, ids)
   return rows(ps.arange(0, n, 1, { dtype = "int64", device = ids:device() }):reshape(1, -1))
 end
 
--- Computes the embeddings. ids are int [B, T]. types are int [B, T], or nil if all are 0. places are int [B or 1, T],
--- or nil for 0, 1, ... If `rows` is given, all three are [S], and places must be given.
+-- Computes the embeddings. ids: int [B, T]. types: int [B, T], or nil if all token types are 0. places: positions, int
+-- [B or 1, T], or nil for 0, 1, ... If `rows` is given, ids, types and places are [S], and places must not be nil.
 function Embeddings:forward(ids, types, places, mask, rows)
   local x = self.word_embeddings(ids)                                   -- shape [B, T, C]
   local type_rows, place_rows = self.token_type_embeddings, self.position_embeddings
@@ -89,8 +90,8 @@ function SelfAttention:init(c, where)
   self.dropout = nn.Dropout(c.attention_probs_dropout_prob)
 end
 
--- Computes the self-attention of x [B, T, C]. mask is nil, bool [B, T] or int32 [B, T]. In a bool mask, false hides a
--- position as a key. An int32 mask has segments.
+-- Computes the self-attention of x [B, T, C]. mask is nil, bool [B, T] or int32 [B, T]. A bool mask is false at
+-- positions whose keys are hidden. An int32 mask contains segment numbers.
 function SelfAttention:forward(x, mask, rows, places)
   local C, H = self.width, self.heads
   local q = self.query(x)
@@ -106,8 +107,8 @@ function SelfAttention:forward(x, mask, rows, places)
   return rows ~= nil and unpad.pack(y, rows) or y
 end
 
--- A linear layer, dropout, the residual sum and a norm. This module follows the attention, and it also follows the
--- hidden layer.
+-- A linear layer, dropout, the residual sum and a norm. A layer has two such modules: after the attention, and after
+-- the hidden layer of the MLP.
 local Output = nn.class("BertOutput")
 Output.unscoped = true
 
@@ -167,7 +168,7 @@ function Encoder:init(c, where)
   for _ = 1, c.num_hidden_layers do self.layer:append(Layer(c, where)) end
 end
 
--- Computes tanh(Linear(x)) for the x of the first position.
+-- Computes tanh(Linear(x)) of the first position.
 local Pooler = nn.class("BertPooler")
 
 function Pooler:init(c, where) self.dense = nn.Linear(c.hidden_size, c.hidden_size, where) end
@@ -193,7 +194,7 @@ BertModel.base, BertModel.spare = "bert", { "^pooler%." }
 BertModel.inputs = INPUTS
 BertModel.body = { embeddings = true, encoder = true, pooler = true }
 
--- How ranks share the layers (ps/parallel/tensor/cut.lua).
+-- How the layers are split over ranks (ps/parallel/tensor/cut.lua).
 local LAYER = "encoder.layer.*"
 BertModel.tensor_parallel = {
   ["embeddings.word_embeddings"] = "vocabulary", ["embeddings.LayerNorm"] = { "enter", flat = true },
@@ -220,7 +221,7 @@ function BertModel:init(config, given, pooling)
   rawset(self, "unpad", given and given.unpad or nil)
 end
 
--- Removes the padding from a batch that `read` has checked. Ids, token types and positions become [S].
+-- Removes the padding from a batch that `read` has checked. The shape of ids, token types and positions becomes [S].
 local function leave_out(batch, labels)
   local ids, shape = batch.input_ids, shape_of(batch.mask)
   batch.rows, batch.places = unpad.plan(heads.mask(batch.mask), labels)
@@ -232,10 +233,11 @@ local function leave_out(batch, labels)
   if types ~= nil then batch.token_type_ids = unpad.ids(types, batch.rows, shape) end
 end
 
--- Checks a batch (a table of named tensors) and returns the table that the parts read. This table has the fields of the
--- batch and `mask`, which is bool [B, T], int32 [B, T] with segments, or nil. It has position_ids if the family or
--- segments define them. With unpad and a mask, padding is removed (see leave_out). labels int [B, T] are the labels per
--- token, if there are any. A family whose positions depend on the ids has a method places(ids, segments).
+-- Checks a batch (a table of named tensors) and returns the table that the parts read. This table contains the fields
+-- of the batch and `mask`: bool [B, T], int32 [B, T] with segment numbers, or nil. If the positions depend on the
+-- family or on segments, the table also contains position_ids. If unpad is set and there is a mask, padding is removed
+-- (see leave_out). labels: int [B, T] for labels per token, or nil. A family whose positions depend on the ids has a
+-- method places(ids, segments).
 function BertModel:read(given, labels)
   local ids, c, who = given.input_ids, self.config, self.family.model_type
   heads.same_shapes(who, given, { "attention_mask", "token_type_ids", "position_ids" },
@@ -254,18 +256,19 @@ function BertModel:read(given, labels)
   return batch
 end
 
--- Returns x as [B, T, C]. If padding was removed, x is the encoder's [S, C], and the padding is inserted again.
+-- Returns x as [B, T, C]. If padding was removed from x (x is [S, C]), inserts zeros at the padding.
 local function padded(x, batch)
   return batch.rows ~= nil and unpad.unpack(x, batch.places, shape_of(batch.mask)) or x
 end
 
--- Returns x as [B, 1 or T, C]. Heads for sequences read index 0, the first position.
+-- Returns the first position (index 0) of each row of x as [B, 1, C], or all of x [B, T, C] if padding was not removed.
+-- Heads for sequences read only the first position.
 local function firsts(x, batch)
   return batch.rows ~= nil and unpad.first(x, batch.places, shape_of(batch.mask)) or x
 end
 
--- Returns the parts: embeddings | encoder.layer.0 .. | `last`. The carry between parts is { x = [B, T, C] or [S, C] }.
--- The part `last` calls fn(x, batch) and uses `modules`.
+-- Returns the model's parts: "embeddings", one part per layer ("encoder.layer.0" and so on), and the part named `last`.
+-- The carry between parts is { x = [B, T, C] or [S, C] }. The last part calls fn(x, batch), which uses `modules`.
 local function list_parts(body, last, modules, fn)
   local list = { { name = "embeddings", modules = { body.embeddings }, forward = function(_, batch)
     return { x = body.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids, batch.mask, batch.rows) }
@@ -292,8 +295,9 @@ function BertModel:parts()
   end)
 end
 
---- Returns the last hidden states [B, T, C]. With unpad, they are zero at padding. If the model has a pooler, also
---- returns its output [B, C] for the first position. `given` is a table of named tensors, or token ids [B, T].
+--- Returns the last hidden states [B, T, C]. With unpad, the hidden states of padding are zero. If the model has a
+--- pooler, also returns the pooler's output [B, C] for the first position. `given` is a table of named tensors, or
+--- token ids [B, T].
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor, pooler_output: ps.Tensor?}
 function BertModel:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -329,9 +333,9 @@ function Transform:forward(x)
   return self.LayerNorm(self.gelu and F.gelu(y, self.gelu) or self.activation(y))
 end
 
---- Adds the parameters of the vocabulary to the head of a masked language model. If weights are tied, the token
---- embedding is the weight, and the module has only `bias` [V]. Otherwise the module has `decoder` with weight and
---- bias. As in transformers, it then also has an unused `bias`, which gets no gradient.
+--- Adds the parameters of the last product to the head of a masked language model. If weights are tied, the token
+--- embedding is the weight, and only `bias` [V] is added. Otherwise `decoder` is added, which has a weight and a bias.
+--- As in transformers, the module then also has an unused parameter `bias`, which gets no gradient.
 ---@param module ps.nn.Module
 ---@param c table
 ---@param where table
@@ -339,32 +343,32 @@ local function vocabulary_head(module, c, where)
   local at = { dtype = where.dtype, device = where.device }
   module:param("bias", ps.zeros({ c.vocab_size }, at))
   if c.tie_word_embeddings then return end
-  rawset(module, "_unused", { bias = true })                -- for engine/step/unused.lua
+  rawset(module, "_unused", { bias = true })                -- engine/step/unused.lua reads this field
   module.decoder = nn.Linear(c.hidden_size, c.vocab_size, where)
 end
 
--- Returns the weight [V, C] and the bias [V] of the model's head. vocabulary_head has prepared `module`.
+-- Returns the weight [V, C] and the bias [V] of the model's head. `module` was prepared by vocabulary_head().
 local function vocabulary_of(model, module)
   if module.decoder then return parts.weight(module.decoder), module.decoder.bias end
   return model[model.prefix].embeddings.word_embeddings.weight, module.bias
 end
 
--- Returns the head for a vocabulary that ranks share. It is the head of a tied embedding or the decoder. If the
--- vocabulary is not shared, returns false or nil.
+-- If the vocabulary is split over ranks, returns its head: the decoder, or the head of the tied embedding. Otherwise
+-- returns false or nil.
 local function parallel_head(module)
   local decoder = module.decoder
   return decoder and decoder.class_name == "ParallelLMHead" and decoder or rawget(module, "vocabulary")
 end
 
---- Defines the methods that all masked language models share. `path` is the name of the module that has bias and
---- decoder. `head` returns this module. `transform` returns the vectors that are multiplied by the vocabulary's weight.
+--- Defines the methods that all masked language models share. `path` is the path of the module that contains bias and
+--- decoder. `head` returns this module. `transform` returns the vectors that are multiplied by the head's weight.
 ---@param class table
 ---@param path string
 ---@param head fun(model: table): ps.nn.Module
 ---@param transform fun(model: table, x: ps.Tensor): ps.Tensor
 local function masked_lm(class, path, head, transform)
-  -- Returns { logits = [B, T, V] }. With labels int [B, T] (-100 is ignored), returns { loss = }, and never holds all
-  -- logits in memory.
+  -- Returns { logits = [B, T, V] }. If there are labels int [B, T] (-100 is ignored), returns { loss = } instead, and
+  -- never holds all logits in memory.
   class.labelled = { "labels" }
   class.tensor_parallel = { [path] = { "words", table = class.prefix .. ".embeddings.word_embeddings" },
     [path .. ".decoder"] = { "head", optional = true } }
@@ -406,9 +410,9 @@ end
 -- Returns the dropout before a classifier.
 local function classifier_dropout(c) return nn.Dropout(c.classifier_dropout or c.hidden_dropout_prob) end
 
--- Returns a class that has a head on a body of class Body. build(self, c, where) creates the head. The class must
--- define finish(x, batch), which returns the result of forward for the encoder's x [B, T, C]. class.labelled has the
--- names of those tensors of a batch that must have the shape of the ids.
+-- Returns a class with a body of class Body and a head. build(self, c, where) creates the head. The class must define
+-- finish(x, batch), which computes the result of forward from the encoder's output x [B, T, C]. class.labelled lists
+-- the names of the batch's tensors that must have the shape of the ids.
 local function derive(name, Body, pooling, build)
   local class = nn.class(name, Model)
   class.base, class.prefix, class.body, class.spare = Body.base, Body.base, Body.body, Body.spare
@@ -480,7 +484,8 @@ local function per_token(brand, Body)
   return ForTokens, ForAnswers
 end
 
-local Holder = nn.class("Module")                         -- only contains other modules
+local Holder = nn.class("Module")                         -- a module without parameters of its own, which contains
+                                                          -- other modules
 
 local ForMaskedLM = derive("BertForMaskedLM", BertModel, false, function(self, c, where)
   self.cls = Holder()

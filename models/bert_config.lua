@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Settings of BERT and RoBERTa by Hugging Face's names, for the checks of ps/pretrained/settings.lua. BERT and RoBERTa
--- differ only in defaults. The settings are those that configuration_bert.py, configuration_roberta.py and their
--- modeling files read in transformers 5.23. Older versions also had position_embedding_type, with values other than
--- "absolute".
+-- differ only in defaults. The list contains all settings that configuration_bert.py, configuration_roberta.py and
+-- their modeling files read in transformers 5.23. Older versions also read position_embedding_type, which could differ
+-- from "absolute".
 local settings = require "ps.pretrained.settings"
 
 local function rules(model_type, defaults)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- GPT-2. Parameter names, layouts ([in, out]) and initialisation are those of Hugging Face's GPT2LMHeadModel,
+-- GPT-2. Parameter names, layouts ([in, out]) and initialisation are the same as in Hugging Face's GPT2LMHeadModel,
 -- GPT2ForSequenceClassification, GPT2ForTokenClassification and GPT2Model. The head of the language model uses the
--- token embedding as its weight, so it has no parameter and nothing to store. With tie_word_embeddings = false, it has
--- its own weight. gpt2_config.lua has the settings. ps/pretrained/ has the code that all models share.
+-- token embedding as its weight, so the head has no parameter of its own. With tie_word_embeddings = false, the head
+-- has its own weight. The settings are in gpt2_config.lua, and code that all models share is in ps/pretrained/.
 --
 --   local gpt2 = require "models.gpt2"
 --   local model = gpt2.new("gpt2", { dtype = "bf16" })         -- a preset, or a table of config.json's fields
@@ -23,7 +23,8 @@ local config_rules = require "models.gpt2_config"
 local F = ps.functional
 local error = caller.error
 
--- Returns x plus layer(y) after dropout. Without dropout, the epilogue of the matrix product adds x.
+-- Applies `layer` to y and dropout to the result, and adds x. Without dropout, the epilogue of the matrix product adds
+-- x.
 local function project(layer, drop, y, x)
   if not drop:active() then return layer(y, x) end
   return x + drop(layer(y))
@@ -41,16 +42,16 @@ function Attention:init(config, where, layer)
   self.c_proj = nn.Conv1D(C, C, { std = scaled, dtype = where.dtype, device = where.device })
   self.attn_dropout = nn.Dropout(config.attn_pdrop)
   self.resid_dropout = nn.Dropout(config.resid_pdrop)
-  local scale                                                           -- nil for 1 / sqrt(D)
+  local scale                                                           -- nil means 1 / sqrt(D)
   if not config.scale_attn_weights then scale = 1 end
   if config.scale_attn_by_inverse_layer_idx then scale = (scale or 1 / math.sqrt(C / config.n_head)) / (layer + 1) end
   self.scale = scale
   self.plain = { causal = true, dropout = 0, scale = scale }
 end
 
--- Computes attention. h [B, T, C] is x after the norm, and x [B, T, C] is the residual stream. cache is {kv [B, 2H, S,
--- D]}. It has keys and values for the positions before `at`. mask is nil, bool [B, T] or int32 [B, T]. In a bool mask,
--- false hides a position as a key. An int32 mask has segments.
+-- Computes attention. x [B, T, C] is the residual stream, and h [B, T, C] is x after the norm. cache is nil or {kv [B,
+-- 2H, S, D]}, with the keys and values of the positions before `at`. mask is nil, bool [B, T] or int32 [B, T]. A bool
+-- mask is false at positions whose keys are hidden. An int32 mask contains segment numbers.
 function Attention:forward(h, x, cache, at, mask)
   local qkv = self.c_attn(h)                                            -- shape [B, T, 3C]
   if cache then return self.c_proj(heads.attend_cached(self, cache, at, mask, qkv), x) end
@@ -76,11 +77,11 @@ function MLP:init(config, where)
   self.gelu, self.activation = settings.activation(config.activation_function)
 end
 
--- Returns whether a layer is plain. A layer is not plain if a script has replaced it, or if it has an adapter. Its own
--- forward must then run.
+-- Returns whether a layer is a plain nn.Conv1D. If a script has replaced the layer, or if it has an adapter, the result
+-- is false, and the layer's own forward must run.
 local function is_ours(layer) return parts.is_plain(layer, nn.Conv1D) end
 
--- `cached` is true in a generation step. The cpu then runs one op instead of three, with bit-identical results.
+-- `cached` is true in a generation step. On the cpu, one fused op then replaces three ops, with bit-identical results.
 function MLP:forward(h, x, cached)
   local one = self.gelu == "tanh" and not self.parallel and is_ours(self.c_fc) and is_ours(self.c_proj)
   if one and (cached and h:device() == "cpu" or ps.prefers_fused(h:device())) then return self:fused(h, x) end
@@ -88,8 +89,8 @@ function MLP:forward(h, x, cached)
   return project(self.c_proj, self.dropout, self.gelu and F.gelu(y, self.gelu) or self.activation(y), x)
 end
 
--- Computes the MLP with one op, for which GPUs have fast kernels. On a GPU with bf16 or fp16 values, this op rounds
--- less often, so results differ slightly.
+-- Computes the MLP with one fused op, for which GPUs have fast kernels. On a GPU with bf16 or fp16 values, the fused op
+-- rounds less often than separate ops, so results differ slightly.
 function MLP:fused(h, x)
   local fc, proj, drops = self.c_fc, self.c_proj, self.dropout:active()
   local y = F.mlp(h, fc.weight, fc.bias, proj.weight, proj.bias, { out_in = false, residual = not drops and x or nil })
@@ -136,7 +137,7 @@ function GPT2Model:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- How ranks share the layers (ps/parallel/tensor/cut.lua).
+-- How the layers are split over ranks (ps/parallel/tensor/cut.lua).
 GPT2Model.tensor_parallel = {
   ["wte"] = "vocabulary", ["drop"] = { "enter", flat = true },
   ["h"] = "inside",
@@ -146,8 +147,8 @@ GPT2Model.tensor_parallel = {
   ["ln_f"] = "leave",
 }
 
--- Checks a batch (a table of named tensors) and returns the table that the parts read. This table has input_ids [B, T],
--- mask, token_type_ids and position_ids. mask is bool [B, T], int32 [B, T] with segments, or nil.
+-- Checks a batch (a table of named tensors) and returns the table that the parts read. This table contains input_ids
+-- [B, T], mask, token_type_ids and position_ids. mask is bool [B, T], int32 [B, T] with segment numbers, or nil.
 local function read(self, given, body)
   local ids = given.input_ids
   heads.same_shapes("gpt2", given, { "attention_mask", "token_type_ids", "position_ids" },
@@ -162,16 +163,16 @@ local function read(self, given, body)
     position_ids = places }
 end
 
--- Returns the position embeddings [B or 1, T, C]. They start at position `at`. If place int [B or 1, T] is not nil,
--- they are those of the positions in it.
+-- Returns the embeddings [B or 1, T, C] of the positions in `place` int [B or 1, T]. If place is nil, the positions
+-- start at `at`.
 local function positions(body, ids, place, at)
   if place == nil and parts.is_plain(body.wpe, nn.Embedding) then return body.wpe.weight:narrow(0, at, ids:size(1)) end
   return body.wpe(place ~= nil and place or ps.arange(at, at + ids:size(1), 1, { dtype = "int64",
     device = ids:device() }):reshape(1, -1))
 end
 
--- Returns the embeddings [B, T, C]. The first of the ids int [B, T] is at position `at`. token_type_ids and
--- position_ids are those of the batch.
+-- Returns the embeddings [B, T, C] of ids int [B, T]. The first id of each row is at position `at`, unless the batch
+-- contains position_ids.
 local function embed(body, ids, batch, at)
   local x = body.wte(ids)                                               -- shape [B, T, C]
   x = x + positions(body, ids, batch.position_ids, at)
@@ -179,9 +180,10 @@ local function embed(body, ids, batch, at)
   return body.drop(x)
 end
 
--- Returns the parts: embed | h.0 .. h.L-1 | `last`. The carry between parts is { x = [B, T, C] }, the residual stream.
--- The part `last` applies the last norm and calls fn(x, batch). `modules` are the other modules that it uses. In a
--- generation step, the batch has caches (see step_batch), and fn gets only the last position, [B, 1, C].
+-- Returns the model's parts: "embed", one part per layer ("h.0" to "h.L-1"), and the part named `last`. The carry
+-- between parts is { x = [B, T, C] }, the residual stream. The last part applies the last norm and calls fn(x, batch).
+-- `modules` are the other modules that the last part uses. In a generation step, the batch contains caches (see
+-- step_batch), and x of fn contains only the last position, [B, 1, C].
 local function list_parts(self, last, modules, fn)
   local body = self.transformer or self
   local list = { { name = "embed", modules = { body.wte, body.wpe }, forward = function(_, batch)
@@ -215,8 +217,8 @@ function GPT2Model:forward(given) return parts.fold(self:parts(), self:batch_of(
 
 function GPT2Model:vocabulary() return { { self.wte, "weight" } } end
 
--- `looked_up` is the number of elements of embeddings from which rows are only looked up. The heads of the classes
--- below are not embeddings.
+-- `looked_up` is the number of elements of embeddings that are used only to look up rows. The classification classes
+-- share this function, because their heads use no embedding as weight.
 function GPT2Model:costs()
   local c = self.config
   return { looked_up = (c.n_positions + c.vocab_size) * c.n_embd, layers = c.n_layer, width = c.n_embd,
@@ -233,7 +235,7 @@ GPT2.ties = { ["lm_head.weight"] = "transformer.wte.weight" }
 GPT2.tensor_parallel = { ["transformer.ln_f"] = "inside", ["tied_head"] = { "head", optional = true },
   ["lm_head"] = { "head", optional = true } }
 
--- Does the first part of init for all classes with a head.
+-- The first part of init, which is the same for all classes with a head.
 local function begin(self, config, given)
   local full, where = self:begin(config, given)
   self.transformer = GPT2Model(full, { dtype = where.dtype, device = where.device })
@@ -257,8 +259,8 @@ function GPT2:init(config, given)
   finish(self, given)
 end
 
---- Returns the head. It computes logits [.., V], or the loss of these logits, from the output [.., C] of the last norm.
---- Its weight is the token embedding or its own parameter.
+--- Returns the head, which computes logits [.., V], or the loss of these logits, from the last norm's output [.., C].
+--- The head's weight is the token embedding or a parameter of its own.
 ---@return ps.nn.LMHead
 function GPT2:head() return self.lm_head or self.tied_head end
 
@@ -282,7 +284,7 @@ local function is_named(idx, targets)
   return type(idx) == "table" and targets == nil and next(idx) ~= nil and #idx == 0
 end
 
---- Returns the table that the parts read, given the arguments of forward.
+--- Returns the table that the parts read. The arguments are the same as for forward.
 ---@param idx ps.Tensor|table
 ---@param targets? ps.Tensor
 ---@return table<string, ps.Tensor> batch input_ids, mask, token_type_ids, position_ids, targets
@@ -322,10 +324,9 @@ end
 --- (-100 is ignored), returns the mean loss, and never holds all logits in memory. Target t belongs to position t.
 ---
 --- Alternatively, idx is one table in transformers' form: { input_ids =, labels =, attention_mask =, token_type_ids =,
---- position_ids =, segment_ids = }, all [B, T]. Then the result is { loss = }, or { logits = } without labels. The
---- targets are the labels, shifted by one position. With segment_ids (0 for padding), rows contain several sequences,
---- which do not see or predict each other. With loss_weights fp32 [B, T], the loss is the mean over labels with these
---- weights.
+--- position_ids =, segment_ids = }, all [B, T]. The result is then { loss = }, or { logits = } if there are no labels.
+--- The target of position t is the label at t + 1. segment_ids (0 for padding) divide each row into several sequences,
+--- which do not see or predict each other. With loss_weights fp32 [B, T], the loss is a weighted mean over the labels.
 ---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor, token_type_ids?:
 --- ps.Tensor, position_ids?: ps.Tensor, segment_ids?: ps.Tensor, loss_weights?: ps.Tensor}
 ---@param targets? ps.Tensor
@@ -338,7 +339,8 @@ end
 
 function GPT2:positions() return self.config.n_positions end
 
--- Returns one cache {kv [B, 2H, S, D]} for each layer, with the heads of this rank. In a cache, keys are before values.
+-- Returns one cache {kv [B, 2H, S, D]} for each layer, for the heads of this rank. The first H heads of a cache are
+-- keys, and the other H heads are values.
 function GPT2:new_caches(B, S, kind)
   local attn = self.transformer.h[0].attn                                -- has the heads of this rank
   return heads.caches({ "kv" }, { B, 2 * attn.heads, S, attn.width / attn.heads }, self.transformer.h, function(block)
@@ -411,8 +413,8 @@ for class, labelled in pairs { [ForSequence] = {}, [ForTokens] = { "labels" } } 
   --- Returns { logits =, loss = }. `given` is a table of named tensors, or token ids [B, T].
   ---
   --- For sequences, logits are [B, K], and labels are int [B] (one class per sequence), or float [B] or [B, K]. The
-  --- logits are those of the last token that is not config.pad_token_id. For tokens, logits are [B, T, K], and labels
-  --- are int [B, T] (-100 is ignored).
+  --- logits are computed at the last token that is not config.pad_token_id. For tokens, logits are [B, T, K], and
+  --- labels are int [B, T] (-100 is ignored).
   ---@param given table|ps.Tensor
   ---@return {logits: ps.Tensor, loss: ps.Tensor?}
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end

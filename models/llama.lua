@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Llama 2 and 3: a decoder with rotary positions and grouped-query attention. RMS norms precede attention and the gated
--- MLP. Parameter names, layouts ([out, in]) and initialisation are those of Hugging Face's LlamaModel,
+-- MLP. Parameter names, layouts ([out, in]) and initialisation are the same as in Hugging Face's LlamaModel,
 -- LlamaForCausalLM, LlamaForSequenceClassification and LlamaForTokenClassification. Mistral, Qwen2 and Qwen3 are the
--- same model with a few differences, which their files (models/mistral.lua, ...) list. llama_config.lua has the
--- settings. ps/pretrained/ has the code that all models share.
+-- same model with a few differences, which are listed in their files (models/mistral.lua, ...). The settings are in
+-- llama_config.lua, and code that all models share is in ps/pretrained/.
 --
 --   local model = ps.from_pretrained("some/folder", { dtype = "bf16" })
 --   local out = model { input_ids = ids, labels = ids }                      -- out.loss
@@ -62,18 +62,18 @@ function Attention:init(c, where, variant, layer)
   self.window = variant.window and variant.window(c, layer)
 end
 
--- Reshapes y [B, T, n D] to [B, n, T, D]. `normed` is the norm that is applied to each head, or nil.
+-- Reshapes y [B, T, n * D] to [B, n, T, D]. `normed` is the norm that is applied to each head, or nil.
 local function split(self, y, n, normed)
   y = y:reshape(y:size(0), y:size(1), n, self.width)
   return (normed and normed(y) or y):permute(0, 2, 1, 3)
 end
 
--- Computes attention. h [B, T, C] is x after the norm, and x [B, T, C] is the residual stream. `seen` has cos and sin
--- [B or 1, T, D / 2] and mask.
+-- Computes attention. x [B, T, C] is the residual stream, and h [B, T, C] is x after the norm. `seen` contains mask,
+-- and cos and sin [B or 1, T, D / 2].
 --
--- mask is nil, bool [B, S], int32 [B, T], or a mask of 4 dimensions. In a bool mask, false hides a position as a key.
--- An int32 mask has segments. A mask of 4 dimensions replaces the causal mask. cache is nil or {k, v [B, G, S, D]}. It
--- has keys and values for the positions before `at`.
+-- mask is nil, bool [B, S], int32 [B, T], or a mask of 4 dimensions. A bool mask is false at positions whose keys are
+-- hidden. An int32 mask contains segment numbers. A mask of 4 dimensions replaces the causal mask. cache is nil or {k,
+-- v [B, G, S, D]}, with the keys and values of the positions before `at`.
 function Attention:forward(h, x, seen, cache, at)
   if cache then return self.o_proj(self:attend_cached(h, seen, cache, at), x) end
   local q = F.rope(split(self, self.q_proj(h), self.heads, self.q_norm), seen.cos, seen.sin)
@@ -88,7 +88,7 @@ function Attention:forward(h, x, seen, cache, at)
   return self.o_proj(y:permute(0, 2, 1, 3):reshape(B, T, self.heads * self.width), x)
 end
 
--- Computes attention in a generation step. Returns [B, T, H D].
+-- Computes attention in a generation step. Returns [B, T, H * D].
 function Attention:attend_cached(h, seen, cache, at)
   local q, k = self.q_proj(h), self.k_proj(h)
   if self.q_norm then
@@ -152,7 +152,7 @@ function Body:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- How ranks share the layers (ps/parallel/tensor/cut.lua).
+-- How the layers are split over ranks (ps/parallel/tensor/cut.lua).
 local ATTENTION, GATED = "layers.*.self_attn", "layers.*.mlp"
 Body.tensor_parallel = {
   ["embed_tokens"] = { "vocabulary", enter = true, flat = true }, ["layers"] = "inside",
@@ -179,8 +179,8 @@ local function mask_of(who, given)
   return mask
 end
 
--- Checks a batch (a table of named tensors) and returns the table that the parts read. This table has input_ids [B, T],
--- and cos, sin and mask for attention. The mask can have segments.
+-- Checks a batch (a table of named tensors) and returns the table that the parts read. This table contains input_ids
+-- [B, T], and cos, sin and mask for attention. The mask can contain segment numbers.
 local function read(self, given)
   local body, ids, who = self.model or self, given.input_ids, self.family.model_type
   heads.same_shapes(who, given, { "position_ids", "labels" }, { position_ids = true })
@@ -191,9 +191,10 @@ local function read(self, given)
   return { input_ids = ids, cos = cos, sin = sin, mask = segments or mask_of(who, given) }
 end
 
--- Returns the parts: embed_tokens | layers.0 .. | `last`. The carry between parts is { x = [B, T, C] }, the residual
--- stream. The part `last` applies the last norm and calls fn(x, batch). `modules` are the other modules that it uses.
--- In a generation step, the batch has caches (see step_batch), and fn gets only the last position, [B, 1, C].
+-- Returns the model's parts: "embed_tokens", one part per layer ("layers.0" and so on), and the part named `last`. The
+-- carry between parts is { x = [B, T, C] }, the residual stream. The last part applies the last norm and calls fn(x,
+-- batch). `modules` are the other modules that the last part uses. In a generation step, the batch contains caches (see
+-- step_batch), and x of fn contains only the last position, [B, 1, C].
 local function list_parts(self, last, modules, fn)
   local body = self.model or self
   local list = { { name = "embed_tokens", modules = { body.embed_tokens }, forward = function(_, batch)
@@ -227,7 +228,7 @@ function Body:forward(given) return parts.fold(self:parts(), self:batch_of(given
 
 function Body:vocabulary() return { { self.embed_tokens, "weight" } } end
 
--- `looked_up` is the number of elements of embeddings from which rows are only looked up. `width` is the total width of
+-- `looked_up` is the number of elements of embeddings that are used only to look up rows. `width` is the total width of
 -- all query heads.
 function Body:costs()
   local c = self.config
@@ -244,7 +245,7 @@ CausalLM.ties = { ["lm_head.weight"] = "model.embed_tokens.weight" }
 CausalLM.tensor_parallel = { ["model.norm"] = "inside", ["tied_head"] = { "head", optional = true },
   ["lm_head"] = { "head", optional = true } }
 
--- Does the first part of init for all classes with a head.
+-- The first part of init, which is the same for all classes with a head.
 local function begin(self, config, given)
   local c, where = self:begin(config, given)
   self.model = self.variant.Body(c, { dtype = where.dtype, device = where.device })
@@ -268,8 +269,8 @@ function CausalLM:init(config, given)
   finish(self, given)
 end
 
---- Returns the head. It computes logits [.., V], or the loss of these logits, from the output [.., C] of the last norm.
---- Its weight is its own parameter or the token embedding.
+--- Returns the head, which computes logits [.., V], or the loss of these logits, from the last norm's output [.., C].
+--- The head's weight is a parameter of its own or the token embedding.
 ---@return ps.nn.LMHead
 function CausalLM:head() return self.lm_head or self.tied_head end
 
@@ -288,7 +289,7 @@ end
 ---@return integer?
 function CausalLM:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
 
---- Returns the table that the parts read, given the arguments of forward.
+--- Returns the table that the parts read. The arguments are the same as for forward.
 ---@param idx ps.Tensor|table
 ---@param targets? ps.Tensor
 ---@return table<string, ps.Tensor> batch
@@ -317,12 +318,13 @@ end
 --- (-100 is ignored), returns the mean loss, and never holds all logits in memory. Target t belongs to position t.
 ---
 --- Alternatively, idx is one table in transformers' form: { input_ids =, labels =, attention_mask =, position_ids = }.
---- Then the result is { loss = }, or { logits = } without labels. The targets are the labels, shifted by one position.
+--- The result is then { loss = }, or { logits = } if there are no labels. The target of position t is the label at t +
+--- 1.
 ---
---- attention_mask is [B, T], or [B or 1, H or 1, T, T]. A mask of 4 dimensions has bools, or floats that are added to
---- the scores, and it replaces the causal mask. With segment_ids int [B, T] (0 for padding), rows contain several
---- sequences, which do not see or predict each other. With loss_weights fp32 [B, T], the loss is the mean over labels
---- with these weights.
+--- attention_mask is [B, T], or [B or 1, H or 1, T, T]. A mask of 4 dimensions contains bools, or floats that are added
+--- to the scores. It replaces the causal mask. segment_ids int [B, T] (0 for padding) divide each row into several
+--- sequences, which do not see or predict each other. With loss_weights fp32 [B, T], the loss is a weighted mean over
+--- the labels.
 ---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor, position_ids?: ps.Tensor,
 --- segment_ids?: ps.Tensor, loss_weights?: ps.Tensor}
 ---@param targets? ps.Tensor
@@ -333,11 +335,11 @@ function CausalLM:forward(idx, targets)
   return targets ~= nil and out.loss or out.logits
 end
 
--- Returns no limit, because rotary embeddings also work for positions that training has not seen. transformers does the
--- same.
+-- There is no limit, because rotary embeddings also work for positions that did not occur in training. transformers has
+-- no limit, either.
 function CausalLM:positions() return math.huge end -- luacheck: no self
 
--- Returns one cache {k, v [B, G, S, D]} for each layer, with the heads of this rank.
+-- Returns one cache {k, v [B, G, S, D]} for each layer, for the heads of this rank.
 function CausalLM:new_caches(B, S, kind)
   local attention = self.model.layers[0].self_attn                      -- has the heads of this rank
   return heads.caches({ "k", "v" }, { B, attention.groups, S, attention.width }, self.model.layers, function(layer)
@@ -414,8 +416,8 @@ for _, class in ipairs { ForSequence, ForTokens } do
   --- Returns { logits =, loss = }. `given` is a table of named tensors, or token ids [B, T].
   ---
   --- For sequences, logits are [B, K], and labels are int [B] (one class per sequence), or float [B] or [B, K]. The
-  --- logits are those of the last token that is not config.pad_token_id. For tokens, logits are [B, T, K], and labels
-  --- are int [B, T] (-100 is ignored).
+  --- logits are computed at the last token that is not config.pad_token_id. For tokens, logits are [B, T, K], and
+  --- labels are int [B, T] (-100 is ignored).
   ---@param given table|ps.Tensor
   ---@return {logits: ps.Tensor, loss: ps.Tensor?}
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -469,11 +471,11 @@ local family = llama.family({
   ["llama-110m"] = { hidden_size = 768, intermediate_size = 2048, num_hidden_layers = 12, num_attention_heads = 12,
     max_position_embeddings = 1024, rms_norm_eps = 1e-5, tie_word_embeddings = true },
 })
-family.of = llama.family                                   -- the models that derive from this one use it
+family.of = llama.family                                   -- the files of models that derive from Llama call it
 
 --- Returns the number of keys in the attention window of a Qwen layer, or nil if the layer has no window. Layers are
---- counted from 0. layer_types says which layers have a window. Without layer_types, these are max_window_layers and
---- all layers after it.
+--- counted from 0. layer_types says which layers have a window. Without layer_types, layer max_window_layers and all
+--- later layers have a window.
 ---@param c table
 ---@param layer integer
 ---@return integer?

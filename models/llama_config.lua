@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Settings of Llama, Mistral, Qwen2 and Qwen3 by Hugging Face's names, for the checks of ps/pretrained/settings.lua.
--- The settings are those that configuration_*.py, modeling_*.py and modeling_rope_utils.py read in transformers 5.23.
--- Versions before 5 name the rotary settings rope_theta and rope_scaling.
+-- The list contains all settings that configuration_*.py, modeling_*.py and modeling_rope_utils.py read in transformers
+-- 5.23. In versions before 5, the rotary settings have the names rope_theta and rope_scaling.
 local settings = require "ps.pretrained.settings"
 local rope = require "ps.pretrained.rope"
 local error = require("ps.caller").error
@@ -30,9 +30,9 @@ local function check_layers(who, c)
   c.layer_types = kept
 end
 
--- Makes the rotary settings of a script override those of the file, under both of their names. A table replaces the
--- file's table, and rope_theta replaces its rope_theta. If the script's table has no rope_theta, the file's rope_theta
--- is kept.
+-- Makes a script's rotary settings override the file's rotary settings. Both the script and the file can use the new or
+-- the old names. A table of the script replaces the file's table. A rope_theta of the script replaces the file's
+-- rope_theta. If the script's table has no rope_theta, the file's rope_theta is kept.
 local function change(who)
   return function(given, changes)
     local kind, theta = changes.rope_scaling or changes.rope_parameters, changes.rope_theta

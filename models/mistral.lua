@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Mistral: Llama (models/llama.lua) without biases. A query sees the last `sliding_window` keys.
+-- Mistral: Llama (models/llama.lua) without biases. A query sees only the last `sliding_window` keys.
 local llama = require "models.llama"
 
 return llama.of({

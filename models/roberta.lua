@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- RoBERTa. It has BERT's encoder (models/bert.lua) and other heads. Positions are counted from pad_token_id + 1, and
--- padding is not counted. Names and initialisation are those of Hugging Face's RobertaModel, RobertaForMaskedLM,
--- RobertaForSequenceClassification, RobertaForTokenClassification and RobertaForQuestionAnswering.
+-- RoBERTa: BERT's encoder (models/bert.lua) with other heads. Positions are counted from pad_token_id + 1, and padding
+-- is not counted. Parameter names and initialisation are the same as in Hugging Face's RobertaModel,
+-- RobertaForMaskedLM, RobertaForSequenceClassification, RobertaForTokenClassification and RobertaForQuestionAnswering.
 local ps = require "ps"
 local nn = require "ps.nn"
 local heads = require "ps.pretrained.heads"
@@ -22,8 +22,8 @@ function RobertaModel:init(config, given, pooling)
   end
 end
 
--- Returns the positions int64 [B, T] of ids [B, T]. In each row or segment, the ids that are not padding are counted
--- from pad_token_id + 1. The position of padding is pad_token_id.
+-- Returns the positions int64 [B, T] of ids [B, T]. In each row or segment, the positions of ids that are not padding
+-- are pad_token_id + 1, pad_token_id + 2, ... The position of padding is pad_token_id.
 function RobertaModel:places(ids, segments)
   local pad = self.config.pad_token_id
   local counts = (segments ~= nil and segments:ne(0) or ids:ne(pad)):to("int64")
@@ -64,7 +64,7 @@ function ClassificationHead:init(c, where)
   self.out_proj = nn.Linear(c.hidden_size, c.num_labels, where)
 end
 
--- Computes [B, K] from the first position of x [B, 1 or T, C].
+-- Computes logits [B, K] from the first position of x [B, 1 or T, C].
 function ClassificationHead:forward(x)
   return heads.dropped(self.dropout, self.out_proj, heads.dropped(self.dropout, self.dense, x:select(1, 0)):tanh())
 end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The model sizes of PatrickStar's benchmark (Fang et al. 2022), by name. A size has a width, tokens per row, layers
--- and heads.
+-- The model sizes of PatrickStar's benchmark (Fang et al. 2022), by name. A size consists of a width, a number of
+-- tokens per row, a number of layers, and a number of heads.
 local sizes = {}
 
 local BERT, GPT = "bert", "gpt2"

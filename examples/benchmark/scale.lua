@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Finds the largest models that fit machines which are not available here. For each machine, it plans train.lua of
--- PatrickStar's benchmark for increasing sizes. It starts with the smallest size and ends when two sizes do not fit. It
--- writes scale.csv, the table scale.md, and two plots. As in the figures of PatrickStar's README, scale.svg shows the
--- largest model of each machine, and speed.svg shows the planned rates.
+-- Finds the largest models that fit machines which are not available here. For each machine, the script plans runs of
+-- train.lua (PatrickStar's benchmark) with models of increasing size. It starts with the smallest model and ends when
+-- two models do not fit. It writes scale.csv, the table scale.md, and two plots. As in the figures of PatrickStar's
+-- README, scale.svg shows the largest model of each machine, and speed.svg shows the planned rates.
 --
 --   psluajit scale.lua --hardware v100-32,v100-32x4,v100-32x8 --host 240GB --out out/scale
 local argparse = require "argparse"
@@ -68,8 +68,8 @@ local function plan(machine, model)
   return result
 end
 
--- Returns the lowest and the highest total rate of all processes in TFLOP/s. FLOPs are counted as in PatrickStar
--- (train.lua).
+-- Returns the lowest and the highest planned rate of all processes together, in TFLOP/s. FLOPs are counted as in
+-- PatrickStar (train.lua).
 local function rates(machine, model, parameters, seconds)
   if not seconds then return nil end
   local processes = tonumber(machine:match "x(%d+)$") or 1
@@ -119,7 +119,8 @@ for _, row in ipairs(rows) do
 end
 write("scale.csv", table.concat(lines, "\n") .. "\n")
 
--- The table has one row per machine and one column per size. A cell has the total rate of all processes, in TFLOP/s.
+-- The table has one row per machine and one column per size. A cell contains the rate of all processes together, in
+-- TFLOP/s.
 local cells, used = {}, {}
 for _, row in ipairs(rows) do
   used[row.model] = true
@@ -136,7 +137,8 @@ for _, machine in ipairs(machines) do
 end
 write("scale.md", table.concat(markdown, "\n") .. "\n")
 
--- This plot has one bar per machine. The length of the bar is the size of the machine's largest model.
+-- The plot scale.svg has one bar per machine. The length of a bar is the number of parameters of the machine's largest
+-- model.
 local WIDTH, LEFT, BAR = 620, 130, 34
 local most = 0
 for _, row in pairs(largest) do most = math.max(most, row.parameters) end
@@ -157,8 +159,8 @@ for i, machine in ipairs(machines) do
 end
 write("scale.svg", table.concat(svg, "\n") .. "\n</svg>\n")
 
--- The plot of rates has a group of bars for each size, with one bar per machine. A bar extends from the lowest to the
--- highest planned rate.
+-- The plot speed.svg has a group of bars for each model size. A group has one bar per machine. A bar extends from the
+-- lowest to the highest planned rate.
 local COLORS = { "#3385fe", "#e8b31a", "#4cb050", "#d04a4a", "#8a63d2", "#888888" }
 local GROUP, HEIGHT = math.max(100, 26 * #machines + 20), 300
 local top = 0

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- PatrickStar's benchmark. It trains a model of a named size on random data. Like the original, it prints the time, the
--- rate and the samples per second of each step.
+-- PatrickStar's benchmark. Trains a model of a named size on random data. Like the original, prints the time, the rate
+-- in TFLOP/s and the number of samples per second for each step.
 --
 --   psluajit train.lua --model Bert --batch 4
 --   psluajit --dry-run --hardware a100-40x8 train.lua --model GPT3_15B      plans it for another machine
