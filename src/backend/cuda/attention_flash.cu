@@ -2,9 +2,9 @@
  * Attention forward for bf16 and fp16 values on tensor cores, for heads of up to 256 columns. The algorithm is
  * FlashAttention-2 (Dao 2023) with the online softmax of Milakov and Gimelshein (2018).
  *
- * A block has four warps and computes 128 queries, 32 per warp. For heads of more than 128 columns, it computes 64
- * queries, 16 per warp. The block iterates over tiles of keys. It copies the keys and values of the next tile while it
- * computes the current tile, so there is only one barrier per tile. Scores are kept in registers. The running softmax
+ * A block has four warps and computes 128 queries, 32 per warp. For heads of more than 128 columns, a block computes 64
+ * queries, 16 per warp. The block iterates over tiles of keys. While it computes the current tile, the keys and values
+ * of the next tile are copied, so there is only one barrier per tile. Scores are kept in registers. The running softmax
  * is computed in fp32.
  *
  * The scores of a row are reduced by a base before exp2. The base is raised to the row's largest score only if that

@@ -103,7 +103,8 @@ template <class T> static __global__ void delta_kernel(const __grid_constant__ a
     if (lane == 0 && i < t.T) ((A *)t.delta)[(b * t.H + h) * t.T + i] = s;
 }
 
-/* Finds the second key that the mask of each sample shows. One block per sample. */
+/* Sets sure_of[b] to the result of sure_before() for sample b. Each block finds the second key of one sample that the
+ * mask does not hide. */
 static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t *sure_of)
 {
     int64_t b = blockIdx.x, last = -1;
@@ -115,9 +116,9 @@ static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t 
     if (threadIdx.x == 0) sure_of[b] = sure_before(t, last);
 }
 
-/* Finds the bounds of the segments, with one block per sample. A run is a sequence of equal ids [T]. Each thread has a
- * section of the positions and finds where the first and the last run in the section begin. If a run extends into other
- * sections, the thread uses the results of the threads that have these sections. */
+/* Finds the bounds of the segments. Each block processes one sample. A run is a sequence of equal ids [T]. Each thread
+ * has a section of the positions and finds where the first and the last run in the section begin. If a run extends into
+ * other sections, the thread uses the results of the threads that have these sections. */
 static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t id_step, int32_t *begin, int32_t *end,
                                        int64_t T)
 {

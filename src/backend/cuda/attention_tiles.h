@@ -89,9 +89,10 @@ template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
 };
 
 /* -- fragments ---------------------------------------------------------------------------------------------------- */
-/* Addresses for ldmatrix. lane_of_a() returns the byte offset in a tile of this lane's row of A [16, 16]. It serves for
- * B [16, 16], too, if ldmatrix transposes. lane_of_bt() returns the offset of this lane's row of B^T [16, 16]. across()
- * returns the address for such an offset, moved to column k. To move down, the caller adds whole rows. */
+/* Addresses for ldmatrix. lane_of_a() returns the byte offset in a tile of this lane's row of A [16, 16]. This is also
+ * the offset for B [16, 16] if ldmatrix transposes B. lane_of_bt() returns the offset of this lane's row of B^T [16,
+ * 16]. across() returns the address for such an offset in columns k and following. For other rows, the caller adds
+ * whole rows to the address. */
 template <int DP> DEV int lane_of_a(void)
 {
     int lane = threadIdx.x & 31;

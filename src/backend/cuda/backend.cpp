@@ -97,7 +97,7 @@ int ps_cuda_trapped(void)
     int kind = *(volatile int *)&ps_cu->trap_host->kind;
     if (kind == TRAP_NONE) return 0;
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
-    ps_trap t = *ps_cu->trap_host;             /* no copy writes to it any more */
+    ps_trap t = *ps_cu->trap_host;             /* the device is idle, so no copy writes to *trap_host any more */
     ps_cu->trap_host->kind = TRAP_NONE;
     CU_TRY(cudaMemsetAsync(ps_cu->trap_taken, 0, sizeof *ps_cu->trap_taken, ps_cu->compute));
     if (kind == TRAP_TARGET)
@@ -170,7 +170,7 @@ static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 }
 
 #ifdef PS_EMULATE_CUDA
-/* Compares the workspace that kernels allocate with the prediction of cuda_rules.c. Plans for simulated cards use that
+/* Compares the workspace that kernels allocate with the prediction of cuda_rules.c. Plans for simulated cards use this
  * prediction. */
 static int check_rules(ps_call *call)
 {

@@ -4,7 +4,8 @@
 #include "backend/cuda/device.h"
 
 struct norm_call {
-    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: given moments; in backward, the moments of forward */
+    const void *x, *dy, *w, *b, *mean, *var;         /* mean, var: moments that the caller has passed; in backward, the
+                                                      * moments that forward used */
     void *y, *mean_out, *var_out, *dx, *dw, *db;
     int64_t N, C, S, sets, count;                    /* count: number of elements per set */
     int groups, given, w_dtype, b_dtype, dw_dtype;
@@ -81,7 +82,7 @@ template <class T> static __global__ void channel_norm_dx_kernel(const __grid_co
     }
 }
 
-/* Computes the weight gradients of one channel per block. */
+/* Each block computes the weight gradients of one channel. */
 template <class T> static __global__ void channel_norm_dw_kernel(const __grid_constant__ norm_call p)
 {
     typedef typename type_info<T>::acc A;

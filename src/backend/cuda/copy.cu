@@ -118,7 +118,7 @@ static int concat(ps_call *call)
     const ps_attrs_concat *a = (const ps_attrs_concat *)call->attrs;
     const ps_view *y = &call->out[0];
     int dim = a->dim < 0 ? a->dim + y->ndim : a->dim;
-    int64_t first = 0;                               /* offset along dim */
+    int64_t first = 0;                               /* index along dim at which x begins in y */
     for (int n = 0; n < call->n_in; n++) {
         const ps_view *x = &call->in[n];
         ps_view part = *y;

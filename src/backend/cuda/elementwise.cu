@@ -21,7 +21,7 @@ template <class A> DEV A gelu_tanh(A x)
     A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x);
     return x / (1 + exp(-2 * u));
 }
-/* A faster gelu_tanh for results that are rounded to bf16 or fp16. */
+/* Like gelu_tanh(), but faster and less precise. It is used for results that are rounded to bf16 or fp16. */
 DEV float gelu_tanh_quick(float x)
 {
     float u = (float)SQRT_2_OVER_PI * (x + (float)GELU_CUBIC * x * x * x);
@@ -58,7 +58,7 @@ template <class A> DEV A act_slope(int act, A x)
     return act == 0 ? silu_slope(x) : act == 1 ? gelu_erf_slope(x) : gelu_tanh_slope(x);
 }
 
-/* The largest finite number of a float type. */
+/* The largest finite number of the float type A. */
 #define LARGEST ((A)(sizeof(A) == 4 ? 3.402823466e38 : 1.7976931348623157e308))
 
 template <class A> DEV A hard_gate(A x) { return (x < -3 ? 0 : x > 3 ? 6 : x + 3) / 6; }

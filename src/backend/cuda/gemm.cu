@@ -61,9 +61,9 @@ static const size_t workspace_nbytes = (size_t)32 << 20;
 static cublasLtHandle_t lt;
 static void *workspace;
 
-/* A product in the form that cuBLASLt expects. Its matrices are column-major, so we request y^T = b^T a^T instead of y
- * = a b. cuBLASLt's A is our b, its B is our a, and its m is our number of columns. The key contains every property
- * that can change the choice of the algorithm. Keys are compared byte by byte. */
+/* A product in the form that cuBLASLt expects. cuBLASLt's matrices are column-major, so we request y^T = b^T a^T
+ * instead of y = a b. cuBLASLt's A is our b, its B is our a, and its m is our number of columns. The key contains every
+ * property that can change the choice of the algorithm. Keys are compared byte by byte. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
     int32_t type_a, type_b, type_d, turn_a, turn_b, epilogue, beta;
@@ -243,7 +243,8 @@ static int find(const lt_key *key, const ps_cu_gemm *g, lt_entry **out)
     return 0;
 }
 
-/* Returns whether the matrix has a stride of 1 and rows that do not overlap. */
+/* Returns whether the matrix has a stride of 1 and lines that do not overlap. Corrects the strides of dimensions of
+ * size 1. */
 static bool is_plain(ps_cu_mat *m)
 {
     if (m->rows == 1 && m->cols == 1) m->stride_row = m->stride_col = 1;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul, linear, mlp, lm_loss and their gradients. The ops accept operands with any strides and pass them to
- * gemm.cu as matrices. The leading dimensions of an operand are merged if its strides allow it. Otherwise the operand
- * is first copied to contiguous workspace. */
+ * The ops matmul, linear, mlp, lm_loss and their gradients. Operands can have any strides, and are passed to gemm.cu as
+ * matrices. The leading dimensions of an operand are merged if its strides allow it. Otherwise the operand is first
+ * copied to contiguous workspace. */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 #include "backend/dims.h"
@@ -273,8 +273,8 @@ static int matmul(ps_call *call)
     batch_dims bd = batch_of(all);
     if (va.numel == 0) memset(bd.step[0], 0, sizeof bd.step[0]), memset(bd.step[1], 0, sizeof bd.step[1]);
     else if (merge_rows(&g, &bd)) bd.ndim = 0;
-    int in = bd.ndim - 1;                                    /* the library iterates over the innermost dimension of
-                                                              * the batch */
+    int in = bd.ndim - 1;                                    /* cuBLASLt iterates over the innermost dimension of the
+                                                              * batch */
     int64_t loops = 1;
     if (bd.ndim > 0) {
         g.batch = bd.n[in];

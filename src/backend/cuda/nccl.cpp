@@ -20,7 +20,7 @@
  * that are computed after the abort are invalid, and reads of memory report this (lost).
  *
  * Ending: NCCL's threads serve the peers on the same machine until those peers end, too. So both destroying and
- * aborting a communicator may wait for other ranks. They run on a separate thread, which is abandoned after a few
+ * aborting a communicator may wait for other ranks. Both run on a separate thread, which is abandoned after a few
  * seconds. If there was no error, the communicator is finalized first, because its last bytes may not have reached the
  * network yet. */
 #include <atomic>
@@ -158,8 +158,8 @@ static void end_comm(ncclComm_t comm, bool sound, double seconds)
 {
     typedef std::chrono::steady_clock clock;
     const auto until = clock::now() + std::chrono::milliseconds((int64_t)(seconds * 1e3));
-    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* deleted by the thread, of the two that use
-                                                                          * it, that ends its use last */
+    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* two threads use it; the thread that finishes
+                                                                          * last deletes it */
     if (!told) return;
     auto work = [comm, sound, until, told] {
         ncclResult_t r = sound ? nccl.finalize(comm) : ncclRemoteError;
@@ -315,8 +315,8 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     for (int r = 0; r < w->size; r++)
         if (r != w->rank && (send[r].nbytes || recv[r].nbytes)) none = false;
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is last in the order, so
-                                                                                * this waits for everything */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* waits for sums and copies; exchanges
+                                                                                * run on `moving` itself */
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
@@ -409,8 +409,8 @@ static int event_before(ps_wire *w, ps_wire_event *e)
 static int event_end(ps_wire *w, ps_wire_event *e)
 {
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is last in the order, so
-                                                                                * this waits for everything */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* waits for sums and copies; exchanges
+                                                                                * run on `moving` itself */
     return check(cudaEventRecord(e->at, w->moving), "the end of what was begun");
 }
 

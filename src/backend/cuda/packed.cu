@@ -6,7 +6,7 @@
 #include "backend/cuda/device.h"
 #include "base/blocks.h"
 
-enum { RUN = 8 };                                    /* values that a thread unpacks at a time */
+enum { RUN = 8 };                                    /* number of values that a thread unpacks at a time */
 
 /* A block type with the sizes of its blocks, and the table of NF4's values. The struct is passed to kernels by
  * value. */
@@ -106,8 +106,8 @@ DEV float double_scale(const uint8_t *s, const float *scales, int64_t number)
     return __fadd_rn(__fmul_rn(scales[1 + s[0]], scales[PS_SCALES_HEAD + number / PS_SCALES_GROUP]), scales[0]);
 }
 
-/* Unpack a run of a block of 256 numbers. base/blocks.c describes these blocks. All numbers of a run have the same
- * scale. */
+/* These functions unpack a run from a block of 256 numbers. The formats of such blocks are described in base/blocks.c.
+ * All numbers of a run have the same scale. */
 DEV void unpack_q2_k(const uint8_t *s, int n, float *v)
 {
     float d = half_at(s + 80), m = half_at(s + 82);
@@ -287,8 +287,8 @@ template <class T> KERNEL_UP_TO(THREADS) round_kernel(typename type_info<T>::acc
     }
 }
 
-/* The operands of y [M, N] = x [M, K] w^T + bias [N] + residual [M, N] for a packed w [N, K]. X is the type of x. If X
- * is not T, x was rounded to 8 bits. */
+/* The operands of y [M, N] = x [M, K] w^T + bias [N] + residual [M, N] for a packed w [N, K]. X is the type of x. T is
+ * the type of y. If X is not T, x was rounded to 8 bits. */
 template <class X, class T> struct few_call {
     packed_part w;
     const X *x;
@@ -299,7 +299,7 @@ template <class X, class T> struct few_call {
     int64_t N, K;
 };
 
-/* Computes one column of y per warp. */
+/* Each warp computes one column of y. */
 template <class X, class T> KERNEL_UP_TO(THREADS) few_rows_kernel(const __grid_constant__ few_call<X, T> c)
 {
     typedef typename type_info<T>::acc A;

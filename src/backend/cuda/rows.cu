@@ -180,7 +180,8 @@ template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
 /* Like ce_kernel, for rows of whole packs. A block keeps the first `packs_kept` packs of its row in shared memory, and
  * reads the other packs again from the L2 cache. A thread reads the same packs both times, so no thread waits for
  * another. The largest value and the sum are updated once per AT_ONCE packs. `before` is the largest element that this
- * thread reads before the target. While the gradient of a row is computed, the next row is fetched to the L2 cache. */
+ * thread reads before the target. While the block computes the gradient of a row, it fetches its next row to the L2
+ * cache. */
 enum { KEPT_THREADS = 1024, AT_ONCE = 4, CACHE_LINE = 128 };
 template <class T> DEV void fetch_row(const T *x, int64_t V)
 {
@@ -271,7 +272,7 @@ template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
         PS_LAUNCH(any, row_blocks(c->rows), threads_for(c->V), 0, ps_cu->compute, *c);
         return ps_cuda_launched();
     }
-    static bool ready;                               /* one variable for each type of kernel */
+    static bool ready;                               /* the variable exists once for each instance of the template */
     auto kernel = ce_kept_kernel<T, G>;
     int64_t room = ps_cu->shared - 2048;             /* a block's sums also need shared memory */
     if (!ready && !ps_cu->dry) {
@@ -302,7 +303,10 @@ KERNEL_UP_TO(1024, 1) total_kernel(const A *loss, int64_t n, const long long *co
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) sum += (double)loss[i];
     sum = block_sum(sum);
-    if (threadIdx.x == 0) store_d(out, out_dtype, 0, count && *count > 0 ? sum / (double)*count : sum);    /* none: 0 */
+    if (threadIdx.x == 0) store_d(out, out_dtype, 0, count && *count > 0 ? sum / (double)*count : sum);    /* without
+                                                                                                            * targets,
+                                                                                                            * the sum is
+                                                                                                            * 0 */
 }
 
 int ps_cuda_loss_total(const void *loss, int dtype, int64_t n, const long long *count, const ps_view *out)

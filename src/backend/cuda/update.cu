@@ -138,7 +138,7 @@ DEV void adamw_step(const adamw_constants &h, float g, float *p, float *m, float
     *v = __fmaf_rn(h.b2, *v, __fmul_rn(__fmul_rn(h.c2, g), g));
     *p = __fmaf_rn(-h.step, __fdiv_rn(*m, __fmaf_rn(__fsqrt_rn(*v), h.inv, h.eps)), *p);
 }
-/* Rounds x to bf16, either up or down. The lower 16 bits of `random` decide which. */
+/* Rounds x to bf16, either up or down. The lower 16 bits of `random` decide the direction. */
 DEV uint16_t round_random(float x, uint32_t random)
 {
     uint32_t u = __float_as_uint(x);
@@ -177,7 +177,8 @@ static int adam_bf16_(ps_call *call)
 }
 
 /* -- AdamW with averages in 8 bits --------------------------------------------------------------------------------- */
-/* The tables of both 8-bit codes. The optimizer states are the codes and the scales of exp_avg and of exp_avg_sq. */
+/* The tables of the signed and of the unsigned 8-bit code. The optimizer states are the codes and the scales of
+ * exp_avg, and the codes and the scales of exp_avg_sq. */
 struct code_tables { ps_codes with_sign, plain; };
 
 /* Quantises a block of elements with one warp. x [EACH] contains this lane's elements: every 32nd element of the block,

@@ -5,7 +5,7 @@
 #include "backend/cuda/optim.h"
 #include "base/update.h"
 
-/* Adds the terms of n threads to *sum, in the order of the threads. Only in thread 0 is *sum valid. */
+/* Adds the terms of n threads to *sum, in the order of the threads. *sum is valid only in thread 0. */
 DEV void add_in_order(double term, int n, double *sum)
 {
     __shared__ double terms[THREADS];
@@ -120,7 +120,8 @@ struct factored {
     int64_t batch, R, C;
     bool matrix, hugging_face;
     double scale, eps1, keep, take;
-    double *by_row, *row_mean;                       /* [batch R] row sums; [batch] the means of the row sums */
+    double *by_row, *row_mean;                       /* by_row: [batch * R] row sums. row_mean: [batch] means of the
+                                                      * rows' averages */
 };
 enum { OF_MASTER, OF_UPDATE };
 
@@ -148,7 +149,7 @@ template <class A> DEV A factored_update(const factored &f, int64_t row, int64_t
     return e::div(e::mul(access<A>::load(f.it.grad, f.it.grad_type, row * f.C + c), (A)f.scale), e::root(var));
 }
 
-/* Sets by_row [batch R] to the sum of squares of each row, either of the master or of the update. */
+/* Sets by_row [batch * R] to the sum of squares of each row of the master (OF_MASTER) or of the update (OF_UPDATE). */
 template <class A, int OF> KERNEL_UP_TO(THREADS) row_squares_kernel(const __grid_constant__ factored f)
 {
     for (int64_t row = blockIdx.x; row < f.batch * f.R; row += gridDim.x) {
