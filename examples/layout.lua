@@ -1,11 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Code that the examples with their own model share: options, the layout that --layout selects, and the training loop.
---   plain      one process, in plain memory             chunks     one process, in chunks (docs/memory.md)
---   zero       two ranks, over which all state is sharded     pipeline   two ranks, each with a stage of the model
+--   plain      one process; the model is in plain memory
+--   chunks     one process; the model is in chunks (docs/memory.md)
+--   zero       two ranks, over which all state is sharded
+--   pipeline   two ranks, each with a stage of the model
 --   tensor     two ranks, each with a part of each layer
--- The last three run under tools/launch.lua --nproc-per-node 2. Each step has two micro-batches. With ZeRO, each of the
--- two ranks computes one micro-batch. So all layouts compute the same losses, even if a loss depends on several rows of
--- its micro-batch.
+-- The last three layouts run under tools/launch.lua --nproc-per-node 2. Each step has two micro-batches. With ZeRO,
+-- each of the two ranks computes one micro-batch. So all layouts compute the same losses, even if a loss depends on
+-- several rows of its micro-batch.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.command_line"

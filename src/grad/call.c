@@ -60,7 +60,8 @@ int ps_call_new(ps_ctx *ctx, const char *name, int n_in, ps_tensor *const *in, i
     for (int i = 0; rc == 0 && i < n_saved; i++) rc = save(node, n_in + i, saved_[i], n_out, out);
     if (rc < 0) {
         ctx->tape.reaped.live--;
-        if (node) node->op = PS_OP_COUNT;                /* the caller has not seen the node's id yet */
+        if (node) node->op = PS_OP_COUNT;                /* the caller has not seen the node's id yet, so the id is not
+                                                          * reported when the node is freed */
         if (node) ps_node_release(node);
         return rc;
     }

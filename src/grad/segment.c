@@ -106,7 +106,8 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
     int rc = tape_take_reads(ctx, node);
     if (rc < 0) {
         ctx->tape.reaped.live--;
-        node->op = PS_OP_COUNT;                          /* the caller has not seen the node's id yet */
+        node->op = PS_OP_COUNT;                          /* the caller has not seen the node's id yet, so the id is not
+                                                          * reported when the node is freed */
         ps_node_release(node);
         ps_segment_cancel(ctx);
         return rc;

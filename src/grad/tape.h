@@ -111,7 +111,7 @@ static inline ps_node *tape_sum_node(const edge *e, int *out)
     return e->node ? e->node : e->leaf ? e->leaf->hook : NULL;
 }
 
-/* Returns true if a walk stops at this node because the caller has work there. */
+/* Returns true if a walk stops at this node because its caller must run a function of the script. */
 static inline bool tape_is_callers(const ps_node *node) { return node->op == SEGMENT || node->op == CALL; }
 
 /* Returns the type of a leaf's gradient. */
@@ -150,14 +150,14 @@ void segment_reap(ps_ctx *ctx, int64_t segment);     /* reports that the caller 
 /* -- hook.c */
 void hooks_end(ps_node *node);                       /* ends the hooks of a node, so that they do not run again */
 int leaf_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);       /* passes the sum in a LEAF node to its leaf */
-void leaf_let_go(ps_node *node);                     /* called when the walk has passed a LEAF node, or will never pass
-                                                      * it */
+void leaf_let_go(ps_node *node);                     /* called when the walk has passed a LEAF node, or when it will
+                                                      * never pass the node */
 
 /* -- target.c */
 /* Marks all nodes to which `node` leads (seen), and sets `leads` of the nodes that lead to a target. */
 int targets_mark(ps_walk *w, ps_node *node);
 bool targets_want(const ps_walk *w, const edge *e);  /* returns whether a gradient along this edge is wanted */
-int targets_take(ps_walk *w, ps_node *node);         /* keeps the gradients of outputs that are targets */
+int targets_take(ps_walk *w, ps_node *node);         /* keeps the gradients of the node's outputs that are targets */
 target *targets_leaf(ps_walk *w, const ps_tensor *leaf);     /* returns NULL if the leaf is not a target */
 void targets_close(ps_walk *w);                      /* ends the walk; after this call, the gradients of the targets can
                                                       * be returned */

@@ -53,7 +53,7 @@ static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
     return run_one(ctx, PS_OP_cast, &attrs, 1, t, NULL, out);
 }
 
-/* The functions below own `grad`, which is a held reference, even if they fail. The scope of `grad` may have ended. */
+/* The next functions own `grad`, which is a held reference, even if they fail. The scope of `grad` may have ended. */
 /* Used only in walks that have targets. */
 static int add_to_target(ps_ctx *ctx, target *to, ps_tensor *grad)
 {
@@ -311,7 +311,8 @@ static int visit(ps_ctx *ctx, ps_walk *w, ps_node *node, bool hooks_ran, int64_t
     if (node->op == CALL) atomic_store_explicit(&ps_record_at.backward, 1, memory_order_relaxed);
     if (tape_is_callers(node)) return tape_stop(w, node, node->segment, stopped);
     if (node->op != BOUNDARY) return tape_pass(ctx, w, node);
-    node->passed = true;                              /* its gradients stay in the node until they are returned */
+    node->passed = true;                              /* the gradients of a boundary stay in the node until
+                                                       * ps_boundary_take() returns them */
     hooks_end(node);
     return 0;
 }

@@ -10,7 +10,7 @@
  * - A listed node reads its output's gradient later. It keeps a header of the gradient that does not count as an owner
  *   (ps_storage.tape.later). If a sum would overwrite the gradient's bytes, the sum is written to a new tensor instead.
  * - If a listed node has saved a cheap node, the cheap node keeps everything that it needs to compute its output
- * again. */
+ *   again. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"

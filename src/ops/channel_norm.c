@@ -38,8 +38,7 @@ int infer_channel_norm(ps_infer *f)
         return ps_rule_fail(f, "mean and var must be passed together, and only with groups = 0");
     if (mean) PS_TRY(ps_rule_like(f, mean, "the given mean", stats.dtype, 1, stats.shape));
     if (mean) PS_TRY(ps_rule_like(f, var, "the given variance", stats.dtype, 1, stats.shape));
-    int64_t count = x->numel_ / x->shape_[1];                 /* number of elements of x per channel (per set of batch
-                                                               * norm) */
+    int64_t count = x->numel_ / x->shape_[1];                 /* for batch norm: number of elements of x per channel */
     if (!mean && !a->groups && count < 1) return ps_rule_fail(f, "there are no values of which to compute the mean");
     f->out[0] = ps_meta_like(x);
     f->out[1] = f->out[2] = stats;

@@ -12,8 +12,8 @@ int infer_conv_weight(ps_infer *f);
 int grad_conv(ps_grad *g);
 int grad_conv_transpose(ps_grad *g);
 
-/* Checks the attributes. If x has three dimensions, there is no dimension H, and its attributes are set to the values
- * that change nothing. */
+/* Checks the attributes. If x has three dimensions, there is no dimension H. The attributes for H are then set to
+ * stride 1, dilation 1 and padding 0. */
 static int check_attrs(const ps_infer *f, ps_attrs_conv *a, int spatial)
 {
     if (spatial == 1) a->stride[0] = a->dilation[0] = 1, a->padding[0] = a->padding[2] = 0;

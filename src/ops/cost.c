@@ -94,7 +94,7 @@ void cost_lm_loss(ps_cost *c)                     /* x [..., C], w [V, C]: the l
 
 /* Products with exchanges. In addition to the operands of the product, these ops move rows that other ranks send, and
  * the terms of sums over ranks. */
-void cost_column_linear(ps_cost *c)               /* x [n, I] -> y [size n, O] */
+void cost_column_linear(ps_cost *c)               /* x [n, I] -> y [size * n, O] */
 {
     const ps_attrs_column_linear *a = c->attrs;
     cost_moves(c);
@@ -103,7 +103,7 @@ void cost_column_linear(ps_cost *c)               /* x [n, I] -> y [size n, O] *
         if (c->in[1 + 2 * i]) c->flops += 2 * a->size * c->in[0]->numel_ * size(c->in[1 + 2 * i], a->out_in ? 0 : 1);
 }
 
-void cost_row_linear(ps_cost *c)                  /* x [size n, I] -> y [n, O] */
+void cost_row_linear(ps_cost *c)                  /* x [size * n, I] -> y [n, O] */
 {
     const ps_attrs_row_linear *a = c->attrs;
     cost_moves(c);
@@ -111,7 +111,7 @@ void cost_row_linear(ps_cost *c)                  /* x [size n, I] -> y [n, O] *
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], a->out_in ? 0 : 1);
 }
 
-void cost_column_linear_grad(ps_cost *c)          /* dy [size n, O], w, x?, full? -> dx [n, I], dw, db */
+void cost_column_linear_grad(ps_cost *c)          /* dy [size * n, O], w, x?, full? -> dx [n, I], dw, db */
 {
     const ps_attrs_column_linear_grad *a = c->attrs;
     cost_moves(c);
@@ -132,8 +132,7 @@ void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V,
     c->flops += 2 * c->in[2]->numel_ * c->in[1]->numel_ * products;
 }
 
-/* -- convolutions: for each output, one multiplication per element of the kernel
- * ------------------------------------------------------ */
+/* -- convolutions: for each output, one multiplication per element of the kernel ----------------------------------- */
 /* Returns the number of products that are summed for an output element. w is [O, C / groups, ...]. */
 static int64_t of_kernel(const ps_tensor *w)
 {
@@ -198,7 +197,7 @@ void cost_attention_backward(ps_cost *c)          /* dy q k v mask? y lse, with 
     c->flops += attention_flops(c->in[1], c->in[2], c->in[3], c->attrs) / 2 * 5;
 }
 
-static int64_t packed_flops(const ps_tensor *qkv, const ps_attrs_attention_packed *a)   /* qkv [B, T, 3 C] */
+static int64_t packed_flops(const ps_tensor *qkv, const ps_attrs_attention_packed *a)   /* qkv [B, T, 3 * C] */
 {
     return 4 * size(qkv, 0) * (size(qkv, 2) / 3) * pairs(size(qkv, 1), size(qkv, 1), a->causal, 0);
 }
@@ -215,8 +214,7 @@ void cost_attention_packed_backward(ps_cost *c)   /* dy qkv mask? y lse, with th
     c->flops += packed_flops(c->in[1], c->attrs) / 2 * 5;
 }
 
-/* -- tables: only rows that are selected by an index are counted
- * --------------------------------------------------------------------- */
+/* -- tables: only rows that are selected by an index are counted --------------------------------------------------- */
 void cost_embedding(ps_cost *c) { c->bytes += nbytes(c->in[1]) + 2 * nbytes(c->out[0]); }
 void cost_gather(ps_cost *c) { cost_embedding(c); }
 
@@ -228,8 +226,8 @@ void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: reads and w
 }
 
 /* -- optimizers ---------------------------------------------------------------------------------------------------- */
-/* The inputs are groups of `width` tensors: param, master (or the param itself), grad, and then states (or the master
- * again). */
+/* The inputs are groups of `width` tensors: param, master (or the param again), grad, and then the states. In place of
+ * a state that does not exist, the group contains the master again. */
 static void update(ps_cost *c, int width)
 {
     for (int i = 0; i + width <= c->n_in; i += width) {

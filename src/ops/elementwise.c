@@ -418,7 +418,8 @@ int grad_pow_scalar(ps_grad *g)
     double p = ((const ps_attrs_pow_scalar *)g->attrs)->exponent;
     ps_attrs_pow_scalar attrs = { .exponent = p - 1 };
     ps_tensor *x, *t, *all[PS_MAX_OUT] = { NULL };
-    if (p == 0) return grad_zero(g);                          /* 0 * x^-1 would be NaN at 0 */
+    if (p == 0) return grad_zero(g);                          /* the formula below has the factor x^-1, so it would be
+                                                               * NaN where x is 0 */
     PS_TRY(ps_grad_in(g, 0, &x));
     if (p == 2) all[0] = x;                                   /* x^1 */
     else PS_TRY(ps_run(g, PS_OP_pow_scalar, &attrs, all, 1, x));
@@ -659,7 +660,7 @@ int grad_act_mul(ps_grad *g)
     return 0;
 }
 
-/* Drops the elements of dy that forward dropped in x. */
+/* Drops the elements of dy at the positions at which forward dropped elements of x. */
 int grad_dropout(ps_grad *g)
 {
     ps_tensor *rows, *all[PS_MAX_OUT] = { NULL };

@@ -48,8 +48,8 @@ int infer_rms_norm(ps_infer *f)
     return 0;
 }
 
-/* Inputs: dy x w? statistics... add?. Outputs: dx has the shape of x. dw and db are [C] and have the type of the
- * weights; they are computed only if they are wanted. */
+/* The inputs are dy, x, w?, one or two statistics, and add? (a ? marks an optional input). dx has the shape of x. dw
+ * and db are [C] and have the type of the weights; they are computed only if they are wanted. */
 static int backward_shapes(ps_infer *f, int want_w, int n_w)
 {
     const ps_tensor *x = f->in[1], *w = f->in[2], *add = f->in[f->n_in - 1];

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Anomaly mode finds the first op that makes a NaN or an infinity, and makes that op fail. An op makes a NaN if its
- * output contains a NaN and none of its inputs does. An op makes an infinity if its output contains an infinity, and
- * none of its inputs contains a NaN or an infinity. An op with an attribute that is not finite makes neither, so values
- * that the script wrote (a mask of -inf) do not count. In backward, the error names the node whose gradient is being
- * computed.
+ * output contains a NaN and none of its inputs contains a NaN. An op makes an infinity if its output contains an
+ * infinity, and none of its inputs contains a NaN or an infinity. An op with an attribute that is not finite makes
+ * neither, so values that the script wrote (a mask of -inf) do not count. In backward, the error names the node whose
+ * gradient is being computed.
  *
  * The gradients of a scaled loss may overflow in backward. The loss scaler then skips the step. ps_anomaly_scaled(1) is
  * called before such a backward, and ps_anomaly_scaled(0) after it. Between these calls, the first infinity in backward

@@ -24,8 +24,8 @@ typedef struct apply {
     uint32_t given;                       /* bit set of the outputs that the caller passed */
     ps_scratch_list *scratch;
     bool ticked;                          /* whether the engine was notified that this op begins (op_begins) */
-    bool known;                           /* in a script's dry run: whether the op is computed even so, because its
-                                           * inputs are known (is_known) */
+    bool known;                           /* in a script's dry run: whether the op is computed, because its inputs are
+                                           * known (is_known) */
     ps_node *node;                        /* the op's node until the tape records it; NULL if no gradient is needed */
 } apply;
 
@@ -427,8 +427,8 @@ int ps_call_part(ps_call *whole, ps_call *part)
     if (part->dry) return try_scratch(a, be, part);
     int64_t began = ps_record_begin();
     bool timed = began && time_begins(be);
-    a->scratch = NULL;                                       /* the workspace of the whole call must not be freed with
-                                                              * that of the part */
+    a->scratch = NULL;                                       /* hides the workspace of the whole call, which must not be
+                                                              * freed with the workspace of the part */
     int rc = run_chain(a, be, part);
     a->scratch = kept;
     if (began) {

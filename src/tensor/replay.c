@@ -29,7 +29,8 @@ typedef struct made { ps_storage *storage; place at; bool ended; } made;        
 typedef struct noted {
     effect *effects;
     int32_t n, capacity, n_made;
-    place *ended;                 /* [n_ended], sorted: storages whose bytes begin to wait for Lua's collector here */
+    place *ended;                 /* [n_ended], sorted: storages whose bytes begin to wait for Lua's collector in this
+                                   * span */
     int32_t n_ended, ended_capacity;
     ps_rank_calls calls;
     bool whole;
@@ -60,7 +61,8 @@ struct ps_replay {
     twins *twins;                 /* [n_micros x n_spans] */
     waiting *waiting;             /* [n_waiting] */
     int32_t n_waiting, waiting_capacity;
-    int64_t number, began;        /* number of the next storage, and number of the first storage of this run */
+    int64_t number, began;        /* number: number of the next storage. began: number of the first storage of this
+                                   * run */
     taken *scratch;               /* [n_scratch] used while a span is repeated */
     int32_t n_scratch, scratch_capacity;
 };
@@ -220,7 +222,7 @@ bool ps_replay_gone(ps_storage *s, bool released)
 {
     ps_replay *r = s->replay.of;
     s->replay.of = NULL;
-    if (!r->ctx->dry.replay || s->replay.number < r->began) return false;   /* made in an earlier dry run */
+    if (!r->ctx->dry.replay || s->replay.number < r->began) return false;   /* s was made in an earlier dry run */
     bool late = released && (s->replay.scripted || r->span < 0) && ps_storage_is_of(s, r->ctx->dry.mem) &&
                 ps_try_grow(r->waiting, r->waiting_capacity, r->n_waiting + 1);
     if (s->replay.noted >= 0) note_gone(r, s, late);

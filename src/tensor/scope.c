@@ -54,7 +54,7 @@ void ps_scope_adopt(ps_ctx *ctx, ps_storage *s)
 {
     unlink(s);
     link_to(&ctx->scope.root, s);
-    s->bytes.dropped = false;            /* a scope may have dropped it while the tape held its bytes */
+    s->bytes.dropped = false;            /* a scope may have dropped the storage while the tape held its bytes */
 }
 
 void ps_scope_add(ps_ctx *ctx, ps_storage *s)

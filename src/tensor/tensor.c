@@ -765,7 +765,7 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
     if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value was requested, but the tensor has %lld elements",
                                        (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
-    if (!ps_tensor_has_data(t)) {               /* a dry run has no values, so any number will do */
+    if (!ps_tensor_has_data(t)) {               /* a dry run has no values, so the result is always 1 */
         *out = 1;
         return 0;
     }

@@ -150,9 +150,8 @@ void ps_ctx_release(ps_ctx *ctx);
 int ps_fail_suspended(const char *what);
 void ps_guest_come(ps_ctx *ctx, ps_guest *g);                                /* adds a guest; its `close` must be set */
 void ps_guest_leave(ps_guest *g);                                            /* removes a guest; can be called again */
-int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* adds a device; the context owns `be`
-                                                                              * from then on; on failure, `be` is
-                                                                              * closed */
+/* Adds a device. The context owns `be` from then on. On failure, `be` is closed. */
+int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);
 int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out);   /* makes a contiguous tensor
                                                                                           * that has its own storage */
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* makes a view of base's storage,
