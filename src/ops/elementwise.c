@@ -214,8 +214,8 @@ int grad_mul(ps_grad *g)
     return 0;
 }
 
-/* d(a/b): da = dy / b, db = -dy ((a / b) / b). With this order of divisions, an intermediate value overflows only if db
- * itself overflows. */
+/* d(a/b): da = dy / b, db = -dy * ((a / b) / b). With this order of divisions, an intermediate value overflows only if
+ * db itself overflows. */
 int grad_div(ps_grad *g)
 {
     ps_tensor *a, *b, *t;

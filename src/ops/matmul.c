@@ -286,7 +286,11 @@ int infer_linear_gelu_backward(ps_infer *f)
     return 0;
 }
 
-/* h = gelu(pre) is computed again. Then dw2 = h^T dy, dpre = dy w2^T gelu'(pre), dw1 = x^T dpre, and dx = dpre w1^T. */
+/* h = gelu(pre) is computed again. Then:
+ *   dw2 = h^T dy
+ *   dpre = (dy w2^T) * gelu'(pre)
+ *   dw1 = x^T dpre
+ *   dx = dpre w1^T */
 int grad_mlp(ps_grad *g)
 {
     const ps_attrs_mlp *at = g->attrs;

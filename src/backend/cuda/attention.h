@@ -67,7 +67,7 @@ DEV bool visible(const attention &t, int64_t b, int64_t i, int64_t j)
 
 /* Returns the number of queries at the beginning of a sample that see at most one key. `second` is the position of the
  * second key that the mask does not hide. If a query sees one key, the key's weight is 1 for any score, so the gradient
- * of the score must be exactly 0. Otherwise Adam would turn the rounding error of dy . v - delta into an update. */
+ * of the score must be exactly 0. Otherwise Adam would turn the rounding error of dy.v - delta into an update. */
 static __host__ __device__ inline int32_t sure_before(const attention &t, int64_t second)
 {
     int64_t n = t.causal ? second - (t.S - t.T) : 0;

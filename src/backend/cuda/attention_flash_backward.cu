@@ -6,10 +6,13 @@
  * queries as rows. Another kernel computes them for dk and dv, with keys as rows. No atomics are needed, so the results
  * are bit-identical on every run. As in forward, the next tile is copied while the current tile is computed.
  *
- * Let w = exp2(scale q.k - lse), m the dropout factor, and d = dy.v. Then ds = w (m d - delta), dq = scale ds k, dk =
- * scale ds^T q, and dv = (w m)^T dy. Rows after the end of a tensor are read as zeros, so they add zeros. The weight of
- * a hidden key can have any value before it is set to 0, because the log-sum-exp of a query that sees no key is
- * -infinity.
+ * Let w = exp2(scale * q.k - lse), m the dropout factor, and d = dy.v. Then:
+ *   ds = w * (m * d - delta)
+ *   dq = scale * (ds k)
+ *   dk = scale * (ds^T q)
+ *   dv = (w * m)^T dy
+ * Rows after the end of a tensor are read as zeros, so they add zeros. The weight of a hidden key can have any value
+ * before it is set to 0, because the log-sum-exp of a query that sees no key is -infinity.
  *
  * The dq of a query that sees one key (sure_before) is 0. For dk and dv, the query's q and log-sum-exp are replaced by
  * 0. Its weight is then 2^0, which is correct. The rounding error of its ds is multiplied by q = 0, so it does not
@@ -21,8 +24,8 @@ template <int DP, bool LEAN> struct dq_shape {
     enum { RT = DP == 256 ? 1 : 2, BLOCK = 128, ROWS = BLOCK / 2 * RT, KEYS = (DP == 64 ? 64 : 32) / (LEAN ? 1 : 2) };
 };
 
-/* Turns the scores s [16 RT, 8 N] into their gradients ds. d contains the products dy.v. The first row is query i, and
- * the first column is key `first`. */
+/* Turns the scores s [16 * RT, 8 * N] into their gradients ds. d contains the products dy.v. The first row is query i,
+ * and the first column is key `first`. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], float (*lse)[2], float (*delta)[2],
                        int64_t b, int64_t h, int i, int first, bool some_hidden)
@@ -158,8 +161,8 @@ template <bool LEAN> struct dkv_shape<256, LEAN> {
     typedef rows_shared<256, 1> rows;
 };
 
-/* Sets s [16 RT, 8 N] to 0 where key and query are in different segments. The first row is key j, and the first column
- * is query `first`. */
+/* Sets s [16 * RT, 8 * N] to 0 where key and query are in different segments. The first row is key j, and the first
+ * column is query `first`. */
 template <int RT, int N> DEV void hide_segments(const attention &t, float (*s)[N][4], int64_t b, int j, int first)
 {
     int lane = threadIdx.x & 31;
@@ -194,8 +197,8 @@ template <int RT, int N> DEV void clear_slopes(const attention &t, float (*d)[N]
         }
 }
 
-/* Turns s and d [16 RT, 8 N] into gradients: s becomes w m, and d becomes ds. The first row is key j. The first column
- * is query `first`, and lse and delta begin with the values of that query. */
+/* Turns s and d [16 * RT, 8 * N] into gradients: s becomes w * m, and d becomes ds. The first row is key j. The first
+ * column is query `first`, and lse and delta begin with the values of that query. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4], const float *lse, const float *delta,
                           int64_t b, int64_t h, int j, int first, bool some_hidden)

@@ -7,10 +7,10 @@
  * are supported. PS_CUDA_ATTENTION=mma selects attention_flash.cu for all cases. This file is compiled only for sm_90a.
  *
  * Each warpgroup has 64 rows of the block's tile. Scores and outputs are accumulators in registers. Thread `lane` of
- * warp w has the columns 8 n + lane % 4 * 2 and 8 n + lane % 4 * 2 + 1 of two rows. x[4 n] and x[4 n + 1] belong to row
- * 16 w + lane / 4. x[4 n + 2] and x[4 n + 3] belong to row 16 w + lane / 4 + 8. Operand A has the same layout, so the
- * result of one product can be operand A of the next product. There are two buffers for keys and two for values. A tile
- * is copied asynchronously to one buffer while the other buffer is in use. */
+ * warp w has the columns 8 * n + lane % 4 * 2 and 8 * n + lane % 4 * 2 + 1 of two rows. x[4 * n] and x[4 * n + 1]
+ * belong to row 16 * w + lane / 4. x[4 * n + 2] and x[4 * n + 3] belong to row 16 * w + lane / 4 + 8. Operand A has the
+ * same layout, so the result of one product can be operand A of the next product. There are two buffers for keys and
+ * two for values. A tile is copied asynchronously to one buffer while the other buffer is in use. */
 #include "backend/cuda/attention.h"
 #include "backend/cuda/wgmma.h"
 
@@ -119,7 +119,7 @@ template <int KEYS> struct sight {
     }
 };
 
-/* Turns a tile's scores into the weights 2^(scale (s - top)). Updates top and sum for this thread's two rows. Sets
+/* Turns a tile's scores into the weights 2^(scale * (s - top)). Updates top and sum for this thread's two rows. Sets
  * `shrink` to the factors by which the outputs of earlier tiles must be multiplied. `scale` must be above 0. */
 template <int KEYS>
 DEV void soften(float *s, float *top, float *sum, float *shrink, float scale, const sight<KEYS> &seen)
@@ -278,8 +278,12 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* Let w = 2^(scale q.k - lse) and d = dy.v. Then ds = w (d - delta), dq = scale ds k, dk = scale ds^T q, and dv = w^T
- * dy. Rows after the end of a tensor are zero, have a log-sum-exp of 0, and add nothing. The weight of a hidden key can
+/* Let w = 2^(scale * q.k - lse) and d = dy.v. Then:
+ *   ds = w * (d - delta)
+ *   dq = scale * (ds k)
+ *   dk = scale * (ds^T q)
+ *   dv = w^T dy
+ * Rows after the end of a tensor are zero, have a log-sum-exp of 0, and add nothing. The weight of a hidden key can
  * have any value before it is set to 0, because the log-sum-exp of a query that sees no key is -infinity. As in
  * attention_flash_backward.cu, queries that see one key (sure_before) have a dq of 0, and their q and their log-sum-exp
  * are replaced by 0 for dk and dv. */

@@ -4,8 +4,11 @@
  * is computed online (Milakov and Gimelshein 2018). No buffer has size T x S, and no atomics are used. bf16 and fp16
  * values are computed by attention_flash.cu if it supports the operands.
  *
- * In backward, let m be the dropout factor. Then w = exp(scale q.k - lse), delta = dy.y, ds = w (m dy.v - delta) scale,
- * dq = ds k, dk = ds^T q, and dv = (w m)^T dy. */
+ * In backward, let m be the dropout factor. Then:
+ *   w = exp(scale * q.k - lse)
+ *   delta = dy.y
+ *   ds = scale * w * (m * dy.v - delta)
+ *   dq = ds k, dk = ds^T q, dv = (w * m)^T dy */
 #include "backend/cuda/attention.h"
 
 enum { TILE = 128, PER_THREAD = 8, MOST_D = TILE * PER_THREAD };
@@ -31,7 +34,7 @@ template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
 /* Computes the query blockIdx.x of head blockIdx.y and sample blockIdx.z. Thread x computes the columns x, x + TILE, x
- * + 2 TILE, ... of D. */
+ * + 2 * TILE, ... of D. */
 template <class T> static __global__ void forward_kernel(const __grid_constant__ attention t)
 {
     typedef typename type_info<T>::acc A;

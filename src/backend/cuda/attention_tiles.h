@@ -108,7 +108,7 @@ DEV const uint16_t *across(const uint16_t *tile, int lane, int k)
     return (const uint16_t *)((const char *)tile + (lane ^ (k % 64 * 2))) + k / 64 * 64;
 }
 
-/* The fragments of a warp's rows [16 RT, DP]. rows_shared reads the fragments from shared memory for each use.
+/* The fragments of a warp's rows [16 * RT, DP]. rows_shared reads the fragments from shared memory for each use.
  * rows_kept keeps the fragments in registers. */
 template <int DP, int RT> struct rows_shared {
     const uint16_t *p;
@@ -171,7 +171,7 @@ DEV void draw_columns(const attention &t, uint32_t *w, int64_t b, int64_t h, int
     y = __shfl_xor_sync(0xffffffffu, high ? a[1] : a[3], 8);
     w[0] = high ? x : a[0], w[1] = high ? y : a[1], w[2] = high ? a[2] : x, w[3] = high ? a[3] : y;
 }
-/* Returns which elements of [16, 8 N] are dropped: bit 4 n + e of the result is set if element e of fragment n is
+/* Returns which elements of [16, 8 * N] are dropped: bit 4 * n + e of the result is set if element e of fragment n is
  * dropped. Rows are keys if KEYS_DOWN is set, otherwise queries. */
 template <int N, bool KEYS_DOWN> DEV uint32_t dropped_of(const attention &t, int64_t b, int64_t h, int i, int j)
 {
@@ -212,7 +212,7 @@ template <int RT, int N> DEV void clear_all(float (*c)[N][4])
     for (int m = 0; m < RT; m++) clear<N>(c + m);
 }
 
-/* Computes c [16 RT, 8 N] = a b^T. a is [16 RT, DP], and b [8 N, DP] is a tile. */
+/* Computes c [16 * RT, 8 * N] = a b^T. a is [16 * RT, DP], and b [8 * N, DP] is a tile. */
 template <class T, int DP, int RT, int N, class A>
 DEV void times_transposed(float (*c)[N][4], const A &a, const uint16_t *b)
 {
@@ -233,8 +233,8 @@ DEV void times_transposed(float (*c)[N][4], const A &a, const uint16_t *b)
     }
 }
 
-/* Computes o [16 RT, W] += p b. p [16 RT, 8 N] has the layout of c in times_transposed. b [8 N, W] consists of W
- * columns of a tile with DP columns. */
+/* Computes o [16 * RT, W] += p b. p [16 * RT, 8 * N] has the layout of c in times_transposed. b [8 * N, W] consists of
+ * W columns of a tile with DP columns. */
 template <class T, int DP, int RT, int N, int W>
 DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 {
@@ -259,8 +259,8 @@ DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 }
 
 /* -- results ------------------------------------------------------------------------------------------------------- */
-/* Multiplies a warp's o [16 RT, W] by `by` and stores it to a head. Row 0 of o is row `first` of the head, and column 0
- * is column `col`. Rows at or after `limit` are not stored. With LEAN, the rows are first written to `own`, so that
+/* Multiplies a warp's o [16 * RT, W] by `by` and stores it to a head. Row 0 of o is row `first` of the head, and column
+ * 0 is column `col`. Rows at or after `limit` are not stored. With LEAN, the rows are first written to `own`, so that
  * they can be stored 16 bytes at a time. `own` consists of rows of a tile in shared memory. The tile is no longer in
  * use. */
 template <class T, int DP, int RT, bool LEAN, int W>

@@ -298,7 +298,7 @@ static inline dim3 blocks_for(int64_t n)
      : (dtype) == PS_BF16 ? fn<bf16>(__VA_ARGS__)                   \
      : (dtype) == PS_F16 ? fn<f16>(__VA_ARGS__) : fn<double>(__VA_ARGS__))
 
-/* quick_exp computes exp in two instructions within 2 + |1.2 x| ulp, and quick_inverse computes 1 / x within 2 ulp.
+/* quick_exp computes exp in two instructions within 2 + |1.2 * x| ulp, and quick_inverse computes 1 / x within 2 ulp.
  * Kernels use them for results that are rounded to bf16 or fp16, and for weights that are divided by the sum of all
  * weights. */
 DEV float quick_exp(float x) { return __expf(x); }
@@ -404,7 +404,7 @@ DEV void async_copy16(void *dst, const void *src, bool there) { ps_emu_async_cop
 DEV void async_copy4(void *dst, const void *src, bool there) { ps_emu_async_copy(dst, there ? src : NULL, 4); }
 DEV void async_commit(void) { ps_emu_async_commit(); }
 template <int N> DEV void async_wait(void) { ps_emu_async_wait(N); }
-/* Loads N matrices. Lane 8 m + r passes the address of row r of matrix m. A row has 16 bytes. Each lane gets two
+/* Loads N matrices. Lane 8 * m + r passes the address of row r of matrix m. A row has 16 bytes. Each lane gets two
  * elements of each matrix (of its transpose if TRANSPOSED is set). They are in row lane / 4, in columns lane % 4 * 2
  * and lane % 4 * 2 + 1. */
 template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t *p)

@@ -15,7 +15,7 @@ struct settings { double alpha, beta, gamma; };
 #define INV_SQRT_2PI 0.39894228040143267794
 #define GELU_CUBIC 0.044715
 
-/* Computes 0.5 (1 + tanh(u)) as 1 / (1 + exp(-2u)), because this form is precise for small values. */
+/* Computes 0.5 * (1 + tanh(u)) as 1 / (1 + exp(-2 * u)), because this form is precise for small values. */
 template <class A> DEV A gelu_tanh(A x)
 {
     A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x);

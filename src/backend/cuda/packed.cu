@@ -94,7 +94,7 @@ DEV void unpack_q8_0(const uint8_t *s, int k, float *v)
 }
 
 /* Unpacks a run of NF4 codes, starting at code k, and multiplies the values by the scale `most`. The high half of byte
- * b holds code 2 b, and the low half holds code 2 b + 1. */
+ * b holds code 2 * b, and the low half holds code 2 * b + 1. */
 DEV void unpack_nf4(const float *table, float most, const uint8_t *codes, int k, float *v)
 {
 #pragma unroll

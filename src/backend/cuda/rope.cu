@@ -27,7 +27,7 @@ template <class T> static __global__ void rope_kernel(const __grid_constant__ ro
             y[d] = down<T>(first * c - second * s);
             y[d + p.half] = down<T>(second * c + first * s);
         } else {
-            int64_t at = 2 * d;                      /* columns at or after 2 half are copied, two per thread */
+            int64_t at = 2 * d;                      /* columns at or after 2 * half are copied, two per thread */
             y[at] = x[at];
             if (at + 1 < p.D) y[at + 1] = x[at + 1];
         }

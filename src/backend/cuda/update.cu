@@ -182,7 +182,7 @@ static int adam_bf16_(ps_call *call)
 struct code_tables { ps_codes with_sign, plain; };
 
 /* Quantises a block of elements with one warp. x [EACH] contains this lane's elements: every 32nd element of the block,
- * starting at element `lane`. x[k] is in the block if left > 32 k. */
+ * starting at element `lane`. x[k] is in the block if left > 32 * k. */
 enum { EACH = PS_STATE_BLOCK / 32 };
 template <bool SIGN> DEV void quantise(const ps_codes *c, const float *x, int64_t left, uint8_t *codes, float *scale)
 {

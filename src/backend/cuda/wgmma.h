@@ -5,7 +5,7 @@
  * implements the same calls.
  *
  * Operands of 16-bit elements are stored in shared memory as panels of 64 columns. Each panel begins at a multiple of
- * 1024 bytes. Row r of a panel is stored in the 128 bytes that start at 128 r. A row has eight pieces of 16 bytes.
+ * 1024 bytes. Row r of a panel is stored in the 128 bytes that start at 128 * r. A row has eight pieces of 16 bytes.
  * Piece p is at position p ^ (r & 7) of its row (the 128-byte swizzle).
  *
  * A product can use this layout in two ways. With a K-major operand, it sums over the operand's columns. The next step
