@@ -14,7 +14,7 @@
 #include <pthread.h>
 #include <string.h>
 
-enum { STEPS = 8 };                     /* number of different padded lengths between a length and twice this length */
+enum { STEPS = 8 };                     /* number of padded lengths between n and 2 * n tokens, for a large n */
 
 typedef struct slot {
     ps_batch batch;
@@ -23,8 +23,8 @@ typedef struct slot {
     int64_t room;                       /* size of `memory` in bytes */
 } slot;
 
-/* The position of the next batch, counted over all ranks. `row` is the batch's first row. `base` is the row at which
- * the count of steps begins. A step has `accumulate` batches. */
+/* The position of a batch that all ranks make together. `row` is the batch's first row. The first step begins at row
+ * `base`, and each step has `accumulate` batches. */
 typedef struct place { int64_t epoch, row, base; } place;
 
 struct ps_batches {
@@ -35,14 +35,15 @@ struct ps_batches {
     int64_t step;                       /* number of rows of a step on all ranks together */
     slot *ring;                         /* [ahead + 1] */
     pthread_mutex_t lock;
-    pthread_cond_t ready;               /* signalled when a slot or an epoch's rows are made, or when making them
-                                         * fails */
+    pthread_cond_t ready;               /* signalled when a slot is filled, when an epoch's rows are made, and on an
+                                         * error */
     pthread_cond_t wanted;              /* signalled when a slot is free, when the position is set, and when the thread
                                          * must end */
     pthread_t thread;
     bool has_thread;
     /* (lock) */
-    int head, count;                    /* number of ready slots; they are head, head + 1, ... modulo ahead + 1 */
+    int head, count;                    /* head: index of the oldest ready slot. count: number of ready slots, which
+                                         * follow each other modulo ahead + 1. */
     bool lent;                          /* true while the caller uses the oldest slot */
     bool stop;
     uint32_t generation;                /* number of calls of ps_batches_seek; a batch that was begun before such a call
@@ -51,12 +52,12 @@ struct ps_batches {
     ps_rows *rows;                      /* the rows of epoch `epoch`, retained */
     int64_t epoch;
     int64_t arranging;                  /* the epoch whose rows the thread is making, or -1 */
-    ps_error_kept failed;               /* error of the batch at `making`; returning it to the caller clears it */
+    ps_error_kept failed;               /* error of the batch at `making`; cleared when the caller gets the error */
 };
 
 /* -- a batch ------------------------------------------------------------------------------------------------------- */
 /* Returns the length, in tokens, to which the rows of a batch are padded. `longest` is the length of the longest row.
- * The result is a multiple of a step that grows with the length. This way only a few different lengths occur. */
+ * The result is a multiple of `step` tokens. `step` is larger for longer rows, so that only a few lengths occur. */
 static int64_t padded(const ps_batches *b, int64_t longest)
 {
     int64_t seq = b->rows_config.seq, step = b->c.multiple;
@@ -271,7 +272,7 @@ int ps_batches_next(ps_batches *b, ps_batch *out)
         b->count--;
         pthread_cond_signal(&b->wanted);
     }
-    pthread_cond_signal(&b->wanted);                     /* there may be more rows than before */
+    pthread_cond_signal(&b->wanted);                     /* the script may have added rows */
     while (!b->count && !b->failed.code && has_rows(b)) pthread_cond_wait(&b->ready, &b->lock);
     int rc;
     if (!b->count && !b->failed.code) {

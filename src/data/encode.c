@@ -23,8 +23,8 @@ typedef struct job {
     int64_t n_message, n_role, n_trained, spans_room;
     int32_t whole, need;
     double weight;
-    ps_tok_lost lost;                   /* the characters of the text for which there are no ids */
-    tok_ints ids, ends, labels;         /* ends: the end of each id's bytes, exclusive */
+    ps_tok_lost lost;                   /* the characters of the text that have no ids */
+    tok_ints ids, ends, labels;         /* ends: for each id, the offset after its last byte in the text */
     int rc;
     ps_error_kept error;
 } job;
@@ -36,8 +36,9 @@ struct ps_encoder {
     int64_t n_special, n_prefix, n_suffix;
     int flags;                          /* flags of ps_tok_encode for texts that are encoded as a whole */
     int threads, started, ring;
-    int64_t put, taken, stored;         /* number of texts that were put, taken and stored; text i uses job i % ring */
-    ps_tok_lost lost;                   /* the characters of the stored examples for which there are no ids */
+    int64_t put, taken, stored;         /* number of texts that the script put, that a thread began to encode, and that
+                                         * were stored as examples; text i uses job i % ring */
+    ps_tok_lost lost;                   /* the characters of all stored examples that have no ids */
     int64_t failed;                     /* number of the example that failed, or -1 if none failed */
     job *jobs;
     bool stop;
@@ -164,7 +165,7 @@ static void run(const ps_encoder *c, tok_state *st, job *j)
     st->lost = (ps_tok_lost){ 0 };
     j->rc = encode(c, st, j);
     j->lost = st->lost, j->lost.example = j->number;
-    if (j->rc < 0) ps_error_keep(&j->error);             /* an error message belongs to the thread that failed */
+    if (j->rc < 0) ps_error_keep(&j->error);             /* keep the error, because each thread has its own error */
 }
 
 static void *work(void *arg)
@@ -187,8 +188,8 @@ static void *work(void *arg)
     return NULL;
 }
 
-/* Adds the lost characters of another example to `to`. The first lost character that is reported is the one of the
- * first example in the table. */
+/* Adds the lost characters `more` of another example to `to`. The sum reports the first lost character of the example
+ * with the lowest number. */
 static void add_lost(ps_tok_lost *to, const ps_tok_lost *more)
 {
     ps_tok_lost sum = *more;
@@ -197,8 +198,8 @@ static void add_lost(ps_tok_lost *to, const ps_tok_lost *more)
     if (earlier) *to = sum;
 }
 
-/* Stores the example of the oldest text. If a text failed, it remains the oldest text. This way later calls return its
- * error again and not the error of a later text. */
+/* Stores the example of the oldest text. If this text could not be encoded, it remains the oldest text. Therefore later
+ * calls return the same error again, and not the error of a later text. */
 static int store(ps_encoder *c)
 {
     job *j = &c->jobs[c->stored % c->ring];

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Stores examples as token ids, one example after the other. They are in memory or in a file. The file is written block
- * by block while examples are added, and is mapped when it is complete. A token has a record of 4 bytes. The highest
- * bit of the record says that the token is not trained. If examples have labels or weights of their own, the record has
- * 12 bytes.
+ * Stores examples as token ids, one example after the other, in memory or in a file. Each full block of records is
+ * written to the file while examples are added. The file is mapped when it is complete. A token has a record of 4
+ * bytes. The highest bit of the record is set if the token is not trained. If examples have labels or weights of their
+ * own, each record has 12 bytes.
  *
  * The file contains a head, the records (padded to a multiple of 8 bytes), the starts [count + 1] and the weights
  * [count]. The file gets its final name when it is complete. */

@@ -25,12 +25,12 @@ struct ps_examples {
     int64_t *lengths;                   /* [count] number of tokens of each example */
     uint8_t **pools;                    /* [n_pools] memory of the records; a pool never moves */
     int32_t n_pools, pools_capacity;
-    int64_t in_pool, pool_nbytes;       /* used bytes of the last pool, and its size in bytes */
+    int64_t in_pool, pool_nbytes;       /* number of used bytes in the last pool, and the pool's size in bytes */
     uint8_t *memory;                    /* [memory_room] the records, if there is no file */
     int64_t memory_room;
     uint8_t *block;                     /* [BLOCK] the records that are not yet in the file or in `memory` */
-    int64_t in_block, stored;           /* size in bytes of the records in `block`, and of those before `block` */
-    uint64_t hash, key[2];              /* hash: hash of the blocks that are complete */
+    int64_t in_block, stored;           /* size in bytes of the records in `block`, and of all earlier records */
+    uint64_t hash, key[2];              /* hash: hash of the complete blocks */
     ps_tempfile file;
     ps_map map;
 };
@@ -73,7 +73,7 @@ static inline float example_token_weight(const ps_examples *e, const uint8_t *re
     return e->wide ? ((const example_wide *)(const void *)records)[k].weight : 1.0f;
 }
 
-/* Writes the record of one token to `to`. Returns PS_ERANGE or PS_EINVAL in the same cases as ps_examples_add. */
+/* Writes the record of token i to `to`. Returns PS_ERANGE or PS_EINVAL in the same cases as ps_examples_add. */
 int example_record(const ps_examples *e, const int32_t *ids, const int32_t *labels, const float *weights, int64_t i,
                    uint8_t *to);
 void scatter_free(ps_examples *e);

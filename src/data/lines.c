@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Gives access by number to the lines of a text file of any size. A row is a line that is not blank. Opening a file
- * reads it once and records where every 64th row begins. These marks can be saved in a file of their own, and the next
- * opening then reads only the marks. Rows are read by read calls and not through a map. Therefore the text file uses no
- * memory, and a truncated or changed file causes an error and not a signal. */
+ * Reads the rows of a text file of any size by their numbers. A row is a line that is not blank. Opening a file reads
+ * the whole file once and records where every 64th row begins. These marks can be saved in a second file. If that file
+ * exists, opening the text file again reads only the marks. Rows are read with read calls and not through a map.
+ * Therefore the text file uses no memory, and a truncated or changed file causes an error and not a signal. */
 #include "base/alloc.h"
 #include "io/file.h"
 #include "ps.h"
@@ -15,7 +15,7 @@ static const char MAGIC[8] = "PSLINES3";
 
 typedef struct mark {
     int64_t at;             /* offset in the file of the row's first byte */
-    int64_t number;         /* the row's line number; it begins at 1 and counts blank lines */
+    int64_t number;         /* the row's line number; the first line is 1, and blank lines are counted */
 } mark;
 
 typedef struct head {       /* The head of a file of marks, in little-endian byte order. All supported machines are
@@ -84,7 +84,7 @@ static int scan(ps_lines *l)
     char *block = ps_alloc(BLOCK);
     if (!block) return ps_fail_nomem(BLOCK);
     int64_t begin = text_begin(l), number = 1;      /* offset of the current line's first byte, and the line's number */
-    bool blank = true;                              /* true if the current line has only blanks in earlier blocks */
+    bool blank = true;                              /* true if all earlier bytes of the current line are blank */
     int rc = 0;
     for (int64_t at = begin; at < l->map.nbytes && rc >= 0; at += BLOCK) {
         int64_t n = l->map.nbytes - at < BLOCK ? l->map.nbytes - at : BLOCK;
@@ -107,8 +107,8 @@ static int scan(ps_lines *l)
     return rc;
 }
 
-/* Reads the marks from the file `index`. Returns 1 if they belong to this text file. Otherwise leaves the marks empty
- * and returns 0, and the caller scans the text file. */
+/* Reads the marks from the file `index`. Returns 1 if the marks belong to this text file. Otherwise stores no marks and
+ * returns 0, so that the caller scans the text file. Returns PS_ENOMEM if memory for the marks cannot be allocated. */
 static int read_marks(ps_lines *l, const char *index)
 {
     ps_map map;
@@ -207,8 +207,8 @@ int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, in
     PS_TRY(unchanged(l));
     mark from = l->marks[i / EACH];
     int64_t wanted = i % EACH, at = from.at, line = from.number;
-    /* held: number of bytes in l->row; the first one is at offset `at` of the file. begin: index in l->row at which the
-     * current line begins. */
+    /* held: number of bytes in l->row. The first of these bytes is at offset `at` of the file.
+     * begin: index in l->row at which the current line begins. */
     int64_t held = 0, begin = 0;
     for (int64_t looked = 0;;) {
         char *newline = held > looked ? memchr(l->row + looked, '\n', (size_t)(held - looked)) : NULL;
@@ -221,7 +221,7 @@ int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, in
                 begin = 0;
             }
             looked = held;
-            int64_t n = held < STEP ? STEP : held;  /* double the size of each read, for long lines */
+            int64_t n = held < STEP ? STEP : held;  /* long lines are read with larger and larger reads */
             if (n > l->map.nbytes - at - held) n = l->map.nbytes - at - held;
             PS_TRY(make_room(l, held + n));
             PS_TRY(ps_map_read(&l->map, at + held, l->row + held, n));

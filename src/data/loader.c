@@ -2,14 +2,14 @@
  * The loader of token shards. A background thread copies batches from the shards and keeps a ring of batches ready.
  *
  * The loader reads the tokens [first, last) of the concatenated shards. It divides them into windows. A window has
- * seq + 1 tokens, and consecutive windows begin seq tokens apart. They share one token, because the target of each
- * token is the token after it. An epoch has `windows` windows. If epochs are shuffled, an epoch begins at a random
- * offset in [0, seq), and a keyed bijection determines their order. The offset and the bijection depend only on the
- * seed and the epoch. So a batch depends only on (config, epoch, batch). A loader has no other state. Therefore it
- * resumes exactly at a position, and `ahead` does not change any batch.
+ * seq + 1 tokens, and consecutive windows begin seq tokens apart. Two consecutive windows share one token, because the
+ * target of each token is the next token. An epoch has `windows` windows. If epochs are shuffled, the first window of
+ * an epoch begins at a random offset in [0, seq), and a keyed bijection determines the order of the windows. The offset
+ * and the bijection depend only on the seed and the epoch. So a batch depends only on (config, epoch, batch). A loader
+ * has no other state. Therefore it resumes exactly at a position, and `ahead` does not change any batch.
  *
- * If there are several ranks, their batches and positions equal those of one process whose batches have
- * batch * world_size rows. Each rank makes only its own rows of these batches, and does not depend on other ranks.
+ * Several ranks make the same batches as one process whose batches have batch * world_size rows, and count positions
+ * like this process. Each rank makes only its own rows of each batch, and does not depend on other ranks.
  *
  * Threads: the background thread owns the slot that it fills, and no other thread touches that slot. The caller owns
  * the oldest ready slot. The counters and the fields below the mark (lock) may change only while `lock` is held. All
@@ -34,7 +34,7 @@ struct ps_loader {
     int64_t *starts;            /* [n + 1] index of each shard's first token in the concatenation */
     int64_t windows, batches;   /* number of windows and batches per epoch, equal in all epochs and on all ranks */
     int64_t global_batch;       /* number of rows of a batch on all ranks together */
-    int half_bits;              /* the bijection works on 2 * half_bits bits, the fewest that can hold `windows` */
+    int half_bits;              /* the smallest number >= 1 with windows <= 4^half_bits; see shuffled() */
     int32_t *ring;              /* [ahead][batch][seq + 1] */
     int64_t slot_numel;
     pthread_mutex_t lock;
@@ -48,7 +48,7 @@ struct ps_loader {
     uint32_t generation;        /* number of calls of set_position; a batch begun before such a call is discarded */
     ps_loader_position next;    /* position of the batch that the caller will get next */
     ps_loader_position making;  /* position of the batch that the thread will make next */
-    ps_error_kept failed;       /* error of the batch at `making`; the thread then waits for a new position */
+    ps_error_kept failed;       /* error of the batch at `making`; the thread waits until a position is set */
 };
 
 /* -- which window ------------------------------------------------------------------------------------------------ */
@@ -65,8 +65,8 @@ static int64_t epoch_offset(const ps_loader *l, int64_t epoch)
     return (int64_t)((unsigned __int128)u * (uint64_t)l->c.seq >> 64);
 }
 
-/* Applies a bijection of [0, windows) to `index`. It is a Feistel network on a domain whose size is a power of four.
- * The network is applied again while the result is not below `windows`. */
+/* Applies a bijection of [0, windows) to `index`. The bijection is a Feistel network on numbers of 2 * half_bits bits.
+ * The network is applied repeatedly, until the result is less than `windows`. */
 static int64_t shuffled(const ps_loader *l, int64_t epoch, int64_t index)
 {
     uint64_t mask = (UINT64_C(1) << l->half_bits) - 1, v = (uint64_t)index;
@@ -178,7 +178,7 @@ static int plan(ps_loader *l, int64_t there)
     if (c->first < 0 || c->last < c->first || c->last > there)
         return ps_fail(PS_ERANGE, "a loader cannot read tokens [%lld, %lld): its files have %lld tokens",
                        (long long)c->first, (long long)c->last, (long long)there);
-    /* A shuffled epoch may begin up to seq - 1 tokens later. It must have all its windows in that case, too. */
+    /* A shuffled epoch begins 0 to seq - 1 tokens after c->first. All its windows must fit even if it begins last. */
     int64_t range = c->last - c->first, spare = c->shuffle ? c->seq : 1, need, slots, bytes;
     char ranks[48] = "";
     if (c->world_size > 1) snprintf(ranks, sizeof ranks, " on each of %d ranks", c->world_size);
@@ -292,8 +292,8 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y)
     return 1;
 }
 
-/* At the end of an epoch the position is (epoch, batches). The next call of ps_loader_next returns 0 then, and the call
- * after it returns the first batch of the next epoch. */
+/* At the end of an epoch the position is (epoch, batches). At this position, ps_loader_next returns 0. The following
+ * call of ps_loader_next returns the first batch of the next epoch. */
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out)
 {
     PS_NEED(l);

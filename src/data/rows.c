@@ -20,21 +20,23 @@ struct ps_rows {
     ps_examples *examples;              /* retained */
     bool packing;
     int64_t n_items, n_windows;
-    /* n_rows is atomic because a thread that makes batches reads rows while others are added. */
+    /* n_rows is atomic, because the thread that makes batches reads rows while the script's thread adds rows. */
     _Atomic int64_t n_rows;
     _Atomic bool complete;
-    ps_rows_config config;              /* the settings, without their lists */
-    int32_t *order;                     /* [places] the examples' numbers in order; freed when the rows are complete */
-    int64_t places, taken;              /* taken: number of places whose examples were made into items or left out */
+    ps_rows_config config;              /* the settings; its lists `counts` and `weights` are NULL */
+    int32_t *order;                     /* [places] number of the example at each place of the epoch; freed when the
+                                         * rows are complete */
+    int64_t places, taken;              /* taken: number of places whose example became an item or was left out */
     int64_t arranged;                   /* number of items for which rows were made */
     item *items;
     int64_t *row;                       /* [n_rows + 1] index of each row's first item */
-    int64_t *windows;                   /* [n_windows + 1] index of each window's first row; for the script's thread */
+    int64_t *windows;                   /* [n_windows + 1] index of each window's first row; only the script's thread
+                                         * may use it */
     ps_rows_info info;
 };
 
 /* -- order --------------------------------------------------------------------------------------------------------- */
-/* Returns random number i of the stream `stream`. It is at least 0 and less than n. */
+/* Returns random number i of the stream `stream`. The number is at least 0 and less than n. */
 static int64_t draw(uint64_t seed, uint64_t stream, int64_t i, int64_t n)
 {
     ps_philox r = ps_philox4x32(seed, (uint64_t)i, stream);
@@ -125,8 +127,8 @@ static int order_of(const ps_examples *e, const ps_rows_config *c, list *order)
 }
 
 /* -- lengths ------------------------------------------------------------------------------------------------------- */
-/* Returns the number of tokens of item `it` that a model must predict. These are the trained tokens except the item's
- * first token. */
+/* Returns the number of tokens of item `it` that a model must predict: all trained tokens except the item's first
+ * token. */
 static int64_t targets_of(const ps_examples *e, const item *it)
 {
     int64_t n = 0;
@@ -135,8 +137,8 @@ static int64_t targets_of(const ps_examples *e, const item *it)
     return n;
 }
 
-/* Truncates an example that is longer than a row, or leaves it out. Sets *keep to whether the example becomes part of a
- * row. */
+/* Makes an item of an example. If the example is longer than a row, it is truncated or left out. *keep is false if the
+ * example is left out. */
 static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, bool *keep)
 {
     const ps_examples *e = r->examples;
@@ -171,8 +173,8 @@ static int take_items(ps_rows *r)
 /* -- packing ------------------------------------------------------------------------------------------------------- */
 typedef struct bin { int64_t left, earliest; int32_t next; } bin;    /* next: next bin with the same free room, or -1 */
 
-/* The bins, grouped by their free room. There is a stack of bins for each amount of room. A bit in `there` is set if
- * the stack for that amount is not empty. */
+/* The bins, grouped by their free room. top[left] is the top of a stack of all bins that have room for exactly `left`
+ * more tokens, or -1. Bit `left` of `there` is set if this stack is not empty. */
 typedef struct bins { bin *all; int64_t n; int32_t *top; uint64_t *there; int64_t seq; } bins;
 
 static void stack_push(bins *b, int32_t i)
@@ -183,8 +185,8 @@ static void stack_push(bins *b, int32_t i)
     b->there[left / 64] |= (uint64_t)1 << left % 64;
 }
 
-/* Removes and returns a bin that has room for n more tokens, or returns -1 if there is none. It is one of the bins with
- * the least room among these. */
+/* Among the bins that have room for n more tokens, removes the bin with the least room from its stack and returns it.
+ * Returns -1 if no bin has room for n more tokens. */
 static int32_t stack_pop(bins *b, int64_t n)
 {
     int64_t word = n / 64, words = b->seq / 64 + 1;
@@ -198,7 +200,8 @@ static int32_t stack_pop(bins *b, int64_t n)
     return i;
 }
 
-typedef struct place { int64_t n, at; int32_t row; } place;          /* an item's length, index in its window, bin */
+typedef struct place { int64_t n, at; int32_t row; } place;          /* an item's length, its index in the window, and
+                                                                      * its bin */
 
 static int longer_first(const void *a, const void *b)
 {
@@ -213,9 +216,9 @@ static int by_row(const void *a, const void *b)
     return x->at < y->at ? -1 : 1;
 }
 
-/* Packs the n items of a window into rows. It takes the items from the longest to the shortest, and puts each into the
- * fullest bin that still has room for it. Each bin becomes a row. The rows are in the order of their earliest items,
- * and the items of a row keep their order. */
+/* Packs the n items of a window into rows. Puts each item, from the longest to the shortest, into the fullest bin that
+ * still has room for the item. Each bin becomes a row. The rows are sorted by their earliest items, and the items of a
+ * row keep their order. */
 static int64_t pack_window(bins *b, item *items, int64_t n, place *places, item *sorted, int64_t *row)
 {
     b->n = 0;
@@ -351,7 +354,7 @@ static int check(const ps_examples *e, const ps_rows_config *c)
 static int grow(ps_rows *r)
 {
     if (r->complete) return 0;
-    int rc = take_items(r), arranged = arrange(r);      /* rows before an example that is too long are also made */
+    int rc = take_items(r), arranged = arrange(r);      /* if an example is too long, the rows before it are made */
     r->info.examples = r->n_items, r->info.rows = r->n_rows, r->info.windows = r->n_windows, r->info.taken = r->taken;
     PS_TRY(rc);
     PS_TRY(arranged);

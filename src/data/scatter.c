@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Scattered examples: examples that are put by number, in any order. Their records never move. So rows that grow
- * (rows.c) and their batches can read the examples that were put, while the script's thread puts other examples. */
+ * Scattered examples: examples that the script's thread puts by number, in any order. The records of an example never
+ * move. So other threads (rows.c, batches.c) can read an example while the script's thread puts other examples. */
 #include "base/alloc.h"
 #include "base/grow.h"
 #include "data/examples.h"
 
-enum { POOL = 1 << 20 };                /* size of a pool in bytes; a larger example gets a pool of its own size */
+enum { POOL = 1 << 20 };                /* size of a pool in bytes; an example that is larger gets its own pool */
 
 int ps_examples_scattered(int64_t count, int wide, ps_examples **out)
 {
@@ -28,7 +28,8 @@ int ps_examples_scattered(int64_t count, int wide, ps_examples **out)
     return 0;
 }
 
-/* Reserves nbytes bytes for records in the last pool, or in a new pool if the last one is full. */
+/* Reserves nbytes bytes for records in the last pool, or in a new pool if the last pool has less room. Sets *out to the
+ * first of these bytes. */
 static int reserve(ps_examples *e, int64_t nbytes, uint8_t **out)
 {
     if (e->n_pools == 0 || e->in_pool + nbytes > e->pool_nbytes) {

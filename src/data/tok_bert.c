@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Normalizes text for BERT (Devlin et al. 2018, tokenization.py). It removes control characters, makes each Chinese
+ * Normalizes text for BERT (Devlin et al. 2018, tokenization.py). This removes control characters, makes each Chinese
  * character a word of its own, removes accents, and changes letters to lower case. White space and punctuation separate
- * words. The order of the steps and the classes of characters are those of the package tokenizers. */
+ * words. The package tokenizers has the same order of steps and the same classes of characters. */
 #include "data/tok.h"
 #include "data/tok_unicode.h"
 #include "base/text.h"
@@ -9,8 +9,8 @@
 #include <utf8proc.h>
 
 typedef struct letter { uint32_t c; int32_t class, begin, end; } letter;    /* class: the canonical combining class */
-enum { PENDING = 64 };              /* maximum number of successive marks that are sorted together; a longer run is
-                                     * divided */
+enum { PENDING = 64 };              /* maximum number of successive marks that are sorted together; a run with more
+                                     * marks is divided */
 
 static const tok_range *range_of(const tok_range *ranges, size_t n, uint32_t c)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Encodes long texts and JSON lines to ids on several threads. The ids must be the same as for the whole text.
- * Therefore a text is split only at the end of a line, between two ASCII characters that are not blanks. No word of a
- * known pattern crosses such a position. If a word, a normalizer or an added token could cross such a position, the
- * text is not split. */
+ * Encodes long texts and JSON lines to ids on several threads. The ids must be the same as if the whole text were
+ * encoded at once. Therefore a text is split only at the end of a line, between two ASCII characters that are not
+ * blanks. No word of a known pattern crosses such a position. If a word, a normalizer or an added token could cross
+ * such a position, the text is not split. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -19,9 +19,9 @@ typedef struct part {
     const ps_tok_block *block;
     const uint8_t *s;
     size_t n;
-    bool continued;             /* true if the text continues an earlier section */
-    int64_t lines;              /* number of lines that were read, including a line that failed; 1 if there is no
-                                 * `field` */
+    bool continued;             /* true if this part is not the beginning of the text */
+    int64_t lines;              /* number of JSON lines that were read, including a line that failed; 1 if the text is
+                                 * not JSON lines (no `field`) */
     tok_state state;
     int rc;
     ps_error_kept error;
@@ -29,7 +29,7 @@ typedef struct part {
     bool started;
 } part;
 
-/* Returns the first position at or after `from` where a text may be split, or n if there is none. */
+/* Returns the first position at or after `from` where a text may be split, or n if there is no such position. */
 static size_t cut_after(const uint8_t *s, size_t n, size_t from)
 {
     for (size_t i = from < 2 ? 2 : from; i < n; i++) {
@@ -41,7 +41,7 @@ static size_t cut_after(const uint8_t *s, size_t n, size_t from)
     return n;
 }
 
-/* Returns the last position before n where a text may be split, or 0 if there is none. */
+/* Returns the last position before n where a text may be split, or 0 if there is no such position. */
 static size_t cut_before(const uint8_t *s, size_t n)
 {
     for (size_t i = n; i > 2; i--)
@@ -123,7 +123,7 @@ static void *work(void *arg)
     part *p = arg;
     p->state.continued = p->continued;
     p->rc = p->block->field ? json_lines(p) : tok_encode(p->t, &p->state, p->s, p->n, p->block->flags);
-    if (p->rc < 0) ps_error_keep(&p->error);         /* an error message belongs to the thread that failed */
+    if (p->rc < 0) ps_error_keep(&p->error);         /* keep the error, because each thread has its own error */
     return NULL;
 }
 
@@ -166,7 +166,7 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
     tok_ints *ids = &t->state.ids;
     for (int i = 0; i < n; i++) {
         ps_tok_lost *lost = &parts[i].state.lost;
-        if (lost->line) lost->line += block->line;      /* the line was counted from the part's beginning */
+        if (lost->line) lost->line += block->line;      /* the part counted lines from its own beginning */
         tok_lost_add(&t->state.lost, lost);
         block->line += parts[i].lines;
     }

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Byte-pair encoding of words (Sennrich et al. 2016). Encoding a word repeatedly joins two neighbouring tokens into
- * one. It always joins the pair whose merge has the lowest rank, and the leftmost of equal pairs. It ends when no merge
- * applies.
+ * Byte-pair encoding of words (Sennrich et al. 2016). Encoding a word repeatedly joins two neighbouring tokens into one
+ * token. Each time it joins the pair whose merge has the lowest rank. If several pairs have this rank, it joins the
+ * leftmost pair. Encoding ends when no two neighbours have a merge.
  *
- * Three methods compute the same ids. For a short word, all pairs are searched each time. For a long word, the pairs
- * are in one list per rank, and a tree of bits finds the lowest rank that has a pair. So the time is proportional to
+ * Three methods compute the same ids. For a short word, each join searches all pairs. For a long word, each rank has a
+ * list of its pairs, and a tree of bits finds the lowest rank whose list is not empty. So the time is proportional to
  * the length of the word. If the merges are not ordered (tok_merges.ordered), the pairs of a long word are in a heap. A
  * cache stores the ids of short words. */
 #include "data/tok.h"
@@ -26,17 +26,18 @@ typedef struct waiting { int32_t at, next; } waiting;
 struct tok_bpe {
     cached *cache;              /* [1 << CACHE_BITS] */
     bool dropped;               /* true if a character of the word was omitted */
-    int32_t room;               /* capacity of the next four arrays: the maximum number of symbols of a long word */
+    int32_t room;               /* number of symbols that each of the arrays sym, prev, next and sorted can hold */
     symbol *sym;
     int32_t *prev, *next;       /* index of the neighbour, or -1 */
     int32_t *sorted;
-    /* For a long word: its tokens; the new tokens around a seam that is corrected; the tokens of two neighbours. */
+    /* For a long word. done: the tokens of the word. patch: the new tokens around a seam. pairs: the tokens that
+     * stay_two() makes from the bytes of two neighbours. */
     symbols done, patch, pairs;
     waiting *pool;              /* entries of the lists by rank; free entries are in the list `spare` */
     int32_t n_pool, room_pool, spare;
     int32_t *head, *tail;       /* [merges.count] -1 if the list is empty; all lists are empty between words */
-    /* In level 0, a bit is set for each rank whose list is not empty. In a higher level, a bit is set for each word of
-     * the level below that is not 0. */
+    /* bits[0] has a bit for each rank, which is set if the rank's list is not empty. bits[i + 1] has a bit for each
+     * 64-bit word of bits[i], which is set if the word is not 0. */
     uint64_t *bits[LEVELS];
     uint64_t *heap;             /* an entry is rank << 32 | left symbol */
     int32_t n_heap, room_heap;
@@ -91,7 +92,7 @@ static int32_t begin_word(const ps_tok *t, tok_bpe *b, tok_span word, symbol *sy
     return n;
 }
 
-/* Returns whether the vocabulary has a token for a character of `len` bytes, or tokens for its bytes. */
+/* Returns whether the vocabulary has a token for the character s [len], or tokens for all its bytes. */
 static bool can_spell(const ps_tok *t, const uint8_t *s, size_t len)
 {
     if (!t->byte_level && tok_vocab_find(&t->vocab, s, len) >= 0) return true;
@@ -241,8 +242,8 @@ static int wait_in_list(tok_bpe *b, const tok_merges *m, int32_t at)
     return 0;
 }
 
-/* Returns the token into which the pair at `at` merges. Returns -1 if the pair no longer exists or its rank is no
- * longer `rank`. */
+/* Returns the token that the pair at `at` merges into. Returns -1 if the pair no longer exists, or if its rank is not
+ * `rank` any more. */
 static int32_t still_there(const tok_bpe *b, const tok_merges *m, int32_t at, int32_t rank)
 {
     int32_t right = b->next[at];
@@ -271,8 +272,8 @@ static int ascending(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* Sorts a rank's list by position. The order matters for three equal symbols in succession: they contain two
- * overlapping pairs, and the leftmost pair must be merged first. */
+/* Sorts a rank's list by position. The order matters if three equal symbols follow each other. These symbols are two
+ * overlapping pairs, and the left pair must be merged first. */
 static int sort_list(tok_bpe *b, int32_t rank)
 {
     int32_t n = 0, last = -1;
@@ -402,11 +403,12 @@ static int merge_part(const ps_tok *t, tok_bpe *b, tok_span word, size_t from, s
 
 /* -- very long words, in parts that fit a cache of the processor ---------------------------------------------------
  *
- * A very long word is cut into parts, and each part is merged separately. The border of two parts is called a seam. The
- * tokens are those of the whole word if no merge of the whole word crosses a seam. The following test finds that out.
- * Until the first merge crosses a seam, the bytes of the two tokens at the seam are merged as if they were the whole
- * word. The crossing merge would therefore also occur if only these bytes were merged. So it is enough that every two
- * neighbours stay two tokens when only their bytes are merged. Neighbours within a part always stay two tokens. */
+ * A very long word is cut into parts, and each part is merged separately. The border between two parts is called a
+ * seam. Merging the parts makes the same tokens as merging the whole word if no merge of the whole word crosses a seam.
+ * stay_two() tests this. It merges only the bytes of the two tokens at a seam. These bytes merge in the same way within
+ * the whole word until the first merge crosses the seam. Therefore, if a merge of the whole word crosses the seam, a
+ * merge of these bytes crosses it, too, and the result is not the same two tokens. Two neighbours within a part always
+ * stay two tokens. */
 static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol y)
 {
     b->pairs.n = 0;
@@ -415,7 +417,7 @@ static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol
 }
 
 /* Changes the tokens around the seam before token `seam` to the tokens that merging the whole word would make. Returns
- * 1, or 0 if too many tokens would change. */
+ * 1, or returns 0 if a part of the word longer than 2 * PART bytes would have to be merged again. */
 static int mend(const ps_tok *t, tok_bpe *b, tok_span word, int32_t seam)
 {
     symbols *all = &b->done, *patch = &b->patch;
@@ -497,7 +499,7 @@ static int short_word(const ps_tok *t, tok_state *st, tok_span word, size_t *n_i
     return 0;
 }
 
-/* Returns the token that spells the whole word, or -1 if there is none. */
+/* Returns the token that spells the whole word, or -1 if no token spells it. */
 static int32_t find_word(const ps_tok *t, tok_span word)
 {
     uint8_t s[1024];
@@ -535,7 +537,7 @@ int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word)
         return 0;
     }
     PS_TRY(short_word(t, st, word, &n_ids));
-    if (st->bpe->dropped) {                     /* not cached, so that its lost characters are counted each time */
+    if (st->bpe->dropped) {                     /* do not cache the word: each use must count its lost characters */
         count_lost(t, st, word);
         return 0;
     }

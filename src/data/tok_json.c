@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A reader for the JSON of vocabularies and of JSON lines. It scans a text once and keeps only the last string that it
- * read. If the caller asks for a number, the number must be an integer. Values that the caller skips are checked only
- * as far as is necessary to find their end. */
+ * A reader for the JSON of vocabularies and of JSON lines. The reader scans a text once and keeps only the last string
+ * that it read. If the caller asks for a number, the number must be an integer. If the caller skips a value, the reader
+ * checks the value only as far as is necessary to find its end. */
 #include "data/tok.h"
 #include "base/text.h"
 #include <string.h>

@@ -9,7 +9,8 @@
 #include <string.h>
 #include <utf8proc.h>
 
-enum { SEGMENT = 256 };             /* maximum bytes of a segment that is composed at once; longer ones are divided */
+enum { SEGMENT = 256 };             /* maximum size in bytes of a segment that is composed at once; a segment that would
+                                     * be longer is divided */
 
 /* -- NFC ---------------------------------------------------------------------------------------------------------- */
 /* Returns whether a character depends on the character before it although its combining class is 0. Some of these
@@ -32,9 +33,10 @@ static bool begins_anew(uint32_t c)
     return c < 0x300 || (utf8proc_get_property((int32_t)c)->combining_class == 0 && !joins_back(c));
 }
 
-/* A character of the segment. `change` says which characters of the text it was made from, as the package tokenizers
- * counts them. 0: the next character of the text. 1: no character of its own. -n: the next character and the n
- * characters after it. */
+/* A character of the segment. `change` is the number that the package tokenizers uses for the origin of a character:
+ *    0   the character was made from the next character of the text
+ *    1   the character has no character of the text as its origin
+ *   -n   the character was made from the next character of the text and the n characters after it */
 typedef struct { int32_t c, change, class; } piece;
 
 /* Decomposes bytes [from, to) into `list`, and sorts marks by their combining classes. */
@@ -59,7 +61,7 @@ static int take_apart(piece list[SEGMENT * 4], int64_t *n, tok_span text, size_t
     return 0;
 }
 
-/* Returns the composition of `a` and `b`, or -1 if there is none. */
+/* Returns the composition of characters `a` and `b`, or -1 if they have no composition. */
 static int32_t joined(int32_t a, int32_t b)
 {
     int32_t pair[2] = { a, b };
@@ -73,7 +75,7 @@ static int64_t join(piece *list, int64_t n)
     int32_t last = -1;                  /* class of the last character kept after the starter, or -1 */
     for (int64_t k = 0; k < n; k++) {
         piece p = list[k];
-        if (starter >= 0 && last < p.class) {                  /* no character between them prevents the composition */
+        if (starter >= 0 && last < p.class) {                  /* no mark after the starter blocks p */
             int32_t c = joined(list[starter].c, p.c);
             if (c >= 0) {
                 list[starter].c = c;
@@ -88,16 +90,16 @@ static int64_t join(piece *list, int64_t n)
     return kept;
 }
 
-/* Composes bytes [from, to). Characters outside this range have no effect on them. Each character gets the position
- * that the package tokenizers gives it. A character without an origin gets the position of the last character that was
- * used. */
+/* Composes bytes [from, to). Characters outside this range do not affect the composition. Each character gets the same
+ * position as in the package tokenizers. A character without an origin gets the position of the last character of the
+ * text that was used. */
 static int compose(tok_text *out, tok_span text, size_t from, size_t to)
 {
     piece list[SEGMENT * 4];
     int64_t n;
     PS_TRY(take_apart(list, &n, text, from, to));
     n = join(list, n);
-    size_t used = from, next = from;    /* begin of the last character that was used, and of the next one */
+    size_t used = from, next = from;    /* begin of the last character that was used, and of the next character */
     for (int64_t k = 0; k < n; k++) {
         int64_t takes = 1 - list[k].change;
         size_t begin = takes > 0 && next < to ? next : used, end = begin + (size_t)ps_utf8(text.s + begin, to - begin);
@@ -140,7 +142,7 @@ static int copy(tok_text *out, tok_span text, size_t from, size_t to)
     return 0;
 }
 
-/* Puts step->to before the text. It gets the origin of the text's first character. */
+/* Puts step->to before the text. The origin of its bytes is the text's first character. */
 static int prepend(tok_text *out, tok_span text, const tok_step *step)
 {
     size_t first = (size_t)ps_utf8(text.s, text.n);

@@ -11,7 +11,7 @@
 
 enum { STEPS = 10000000, DEPTH = 1000000, HEAP_KIB = 65536, STACK_BYTES = 1 << 20 };
 
-struct tok_regex { pcre2_code *code; bool compiled; };     /* compiled: true if it has machine code */
+struct tok_regex { pcre2_code *code; bool compiled; };     /* compiled: true if `code` has machine code */
 struct tok_matcher { pcre2_match_data *data; pcre2_match_context *context; pcre2_jit_stack *stack; };
 
 int tok_regex_new(const char *pattern, size_t n, tok_regex **out)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Memory for text in the tokenizers: buffers that grow, texts that record the origin of each byte, and UTF-8. */
+ * Functions for text in the tokenizers: buffers that grow, texts that record the origin of each byte, and UTF-8. */
 #include "data/tok.h"
 #include "base/alloc.h"
 #include "base/text.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Vocabularies and merges. Tokens can be found by text and by id, and merges by their pair of tokens. This file also
- * reads the files that contain vocabularies and merges. */
+ * Vocabularies and merges. A token can be found by its text or its id. A merge can be found by its pair of tokens. This
+ * file also reads the files that contain vocabularies and merges. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -9,8 +9,8 @@
 #include <string.h>
 
 /* Hashes bytes to 64 bits by multiplying and folding, eight bytes at a time. The hash is not safe against keys that an
- * attacker chooses. That is acceptable, because each table belongs to one vocabulary. A file whose keys all collide
- * only makes its own loading slow. */
+ * attacker chooses. This is acceptable, because each table belongs to one vocabulary. If the tokens of a vocabulary
+ * file all collide, only loading this file is slow. */
 uint64_t tok_hash(const uint8_t *s, size_t n)
 {
     uint64_t h = n * 0x9e3779b97f4a7c15u, w;
@@ -94,7 +94,7 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
                        (long long)id);
     if (v->text.n + n > UINT32_MAX) return ps_fail(PS_EFORMAT, "%s: all tokens together have more than 4 GiB", path);
     if (v->used * 2 >= v->slots) PS_TRY(grow_slots(v));
-    PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1 more, so that the empty token has an address, too */
+    PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1 more byte, so that the empty token has an address */
     PS_TRY(grow_entries(v, (int32_t)id));
     uint32_t at = (uint32_t)v->text.n, slot = slot_of(v, s, n);
     PS_TRY(tok_bytes_add(&v->text, s, n));
@@ -104,7 +104,7 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
     return 0;
 }
 
-/* Gives the token with id `there` the new id `id`. The old id then has no token. */
+/* Changes the id of the token `there` to `id`. After that no token has the id `there`. */
 static int move_token(tok_vocab *v, int32_t there, int32_t id)
 {
     tok_entry e = v->entry[there];
@@ -160,8 +160,9 @@ int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t 
     return push_merge(m, path, l, r, id);
 }
 
-/* Determines whether the merges are ordered: all merges that make a token have lower ranks than the merges that join
- * it. Merging then never returns to a lower rank, and one pass over the ranks is enough for a word. */
+/* Determines whether the merges are ordered. Merges are ordered if each merge that makes a token has a lower rank than
+ * each merge that joins this token with another token. If the merges are ordered, merging never returns to a lower
+ * rank, and one pass over the ranks is enough for a word. */
 static int find_order(tok_merges *m, const tok_vocab *v)
 {
     int32_t *made = ps_alloc((size_t)(v->count + 1) * sizeof *made);        /* last merge that makes each token */
@@ -221,7 +222,7 @@ int tok_merges_ready(tok_merges *m, const tok_vocab *v)
         uint64_t key = (uint64_t)m->left[r] << 32 | (uint32_t)m->right[r];
         uint32_t i = (uint32_t)((key * 0x9e3779b97f4a7c15u) >> 32) & (slots - 1);
         while (m->slot[i].rank >= 0 && m->slot[i].key != key) i = (i + 1) & (slots - 1);
-        /* If a pair occurs twice, the later rank applies. */
+        /* If a pair occurs twice, its second merge applies. */
         m->slot[i] = (tok_pair){ key, m->token_rank ? m->token_rank[m->id[r]] : m->by_token ? m->id[r] : r,
                                    m->id[r] };
     }
@@ -254,14 +255,14 @@ static int vocab_object(ps_tok *t, tok_json *j)
 int tok_read_vocab_json(ps_tok *t, const ps_map *map)
 {
     tok_json j = { map->path, map->bytes, map->bytes, map->bytes + map->nbytes, { 0 } };
-    int rc = tok_bytes_more(&j.text, 1);    /* 1, so that the empty string has an address, too */
+    int rc = tok_bytes_more(&j.text, 1);    /* 1 byte, so that the empty string has an address */
     if (rc == 0) rc = vocab_object(t, &j);
     if (rc == 0) rc = tok_json_end(&j);
     tok_bytes_free(&j.text);
     return rc;
 }
 
-/* Reads the next line, without its line end. Returns false if there is no line left. */
+/* Sets s [*n] to the next line without its line end. Returns false if no line is left. */
 static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size_t *n)
 {
     if (*at >= end) return false;
@@ -272,8 +273,8 @@ static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size
     return true;
 }
 
-/* If a line occurs twice, its token gets the number of the last occurrence, as in transformers. This includes empty
- * lines. */
+/* The id of a token is the number of its line. If a line occurs twice, the id is the number of the last occurrence, as
+ * in transformers. The same is true of empty lines. */
 int tok_read_vocab_txt(ps_tok *t, const ps_map *map)
 {
     const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
@@ -339,7 +340,8 @@ static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
 }
 
 /* Finds all pairs of tokens whose concatenation is a token. Looking up a part of a token takes time proportional to the
- * part's length. So a part is looked up only if some token has the same length. A long token has few such parts. */
+ * part's length. So a part is looked up only if the vocabulary has a token of this length. Few parts of a long token
+ * have the length of another token. */
 static int pairs_of_tokens(ps_tok *t, const char *path)
 {
     const tok_vocab *v = &t->vocab;
@@ -416,8 +418,8 @@ static int merges_list(ps_tok *t, tok_json *j)
     return rc;
 }
 
-/* The position of the model's vocabulary or merges. `end` is NULL if the model has no such list, or if the list's key
- * has a value of another type. */
+/* The range of the model's vocabulary or merges in the file. `end` is NULL if the model has no such list, or if the
+ * list's key has a value of another type. */
 typedef struct found { const uint8_t *begin, *end; } found;
 
 static int find_model(tok_json *j, found *vocab, found *merges)

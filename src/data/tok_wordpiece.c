@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * WordPiece (Wu et al. 2016, as in BERT). The first token of a word is the longest token with which the word begins.
- * The rest of the word is divided in the same way, with tokens that begin with "##". If a word cannot be divided in
+ * WordPiece (Wu et al. 2016, as in BERT). The first token of a word is the longest token that the word begins with. The
+ * rest of the word is divided in the same way, but into tokens that begin with "##". If a word cannot be divided in
  * this way, the whole word becomes the unknown token. */
 #include "data/tok.h"
 #include <string.h>
 
 static bool begins_character(const uint8_t *s, size_t i) { return (s[i] & 0xc0) != 0x80; }
 
-/* Finds the longest token with which s [n] begins. Returns its length in bytes, or 0 if there is none. If `continued`
- * is true, the two bytes before s are "##", and the token is looked up with them. */
+/* Finds the longest token that s [n] begins with. Returns the token's length in bytes, or 0 if s begins with no token.
+ * If `continued` is true, the two bytes before s are "##" and belong to the token, but not to its length. */
 static size_t longest(const ps_tok *t, const uint8_t *s, size_t n, bool continued, int32_t *id)
 {
     size_t most = (size_t)t->longest_token;

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Implements the tokenizers of ps.h. It makes tokenizers from files, and turns texts into ids and ids into text. A text
- * is encoded in four steps. It is split at the added tokens that are matched in the original text. The sections between
- * them are normalized. The normalized sections are split at the added tokens that are matched after normalization. The
- * sections that remain are split into words. */
+ * Implements the tokenizers of ps.h. Makes tokenizers from files, and turns texts into ids and ids into text. A text is
+ * encoded in four steps:
+ *   1. The text is split at the added tokens that are matched in the original text.
+ *   2. The sections between these tokens are normalized.
+ *   3. The normalized sections are split at the added tokens that are matched after normalization.
+ *   4. The remaining sections are split into words. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -223,7 +225,7 @@ int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int fla
 uint32_t tok_letter_of(int byte)
 {
     static const uint8_t from[] = { 0, 127, 173, 255 }, to[] = { 33, 161, 174 };
-    uint32_t before = 0;            /* number of lower bytes that are not their own letter */
+    uint32_t before = 0;            /* number of bytes below `byte` that are not their own letter */
     for (int i = 0; i < 3; i++) {
         if (byte >= to[i] && byte < from[i + 1]) return (uint32_t)byte;
         before += (uint32_t)((byte < to[i] ? byte : to[i]) - (byte < from[i] ? byte : from[i]));
@@ -361,8 +363,8 @@ const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, boo
     return NULL;
 }
 
-/* Splits a text into words by pattern `k` and the patterns after it. A match is a word, and so is the text between two
- * matches. */
+/* Splits a text into sections by pattern `k`. A match is a section, and so is the text between two matches. Then splits
+ * each section by the next pattern. The sections of the last pattern are words. */
 static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
 {
     const uint8_t *seen;
@@ -385,8 +387,8 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
     return text.n > done ? words_of(t, st, tok_slice(text, done, text.n), k + 1) : 0;
 }
 
-/* Replaces blanks by U+2581, and puts a U+2581 before the text if it does not begin with one, like transformers'
- * Metaspace. */
+/* Replaces blanks by U+2581 like transformers' Metaspace. If the text must begin with U+2581 (t->metaspace) and does
+ * not, puts a U+2581 before the text. */
 static int metaspace(const ps_tok *t, tok_state *st, tok_span *text)
 {
     static const tok_step steps[] = { { TOK_REPLACE, (uint8_t *)" ", 1, (uint8_t *)"\xe2\x96\x81", 3 },
@@ -419,8 +421,9 @@ static int word_part(const ps_tok *t, tok_state *st, tok_span text)
     return t->model == TOK_BPE ? bpe_part(t, st, text) : tok_bert_words(t, st, text);
 }
 
-/* Splits a text at the added tokens of one kind, and calls `part` for each section between them. A blank that belongs
- * to a token can also be part of the next token, as in the package tokenizers. */
+/* Splits a text at the added tokens whose flag NORMALIZED equals `normalized`, and calls `part` for each section
+ * between these tokens. A blank that belongs to a token can also be part of the next token, as in the package
+ * tokenizers. */
 static int cut_added(const ps_tok *t, tok_state *st, tok_span text, bool normalized, bool plain,
                      int (*part)(const ps_tok *, tok_state *, tok_span, bool))
 {
@@ -447,7 +450,7 @@ static int plain_part(const ps_tok *t, tok_state *st, tok_span text, bool plain)
     return cut_added(t, st, text, true, plain, last_part);
 }
 
-/* Writes the text to st->repaired. U+FFFD replaces invalid UTF-8. */
+/* Writes the text to st->repaired, with U+FFFD in place of invalid UTF-8. */
 static int repair(tok_state *st, const uint8_t *s, size_t n)
 {
     tok_text *out = &st->repaired;
@@ -512,8 +515,8 @@ static const tok_added *added_of(const ps_tok *t, int32_t id)
     return NULL;
 }
 
-/* Finds the bytes that each token represents. A token that is not spelled in GPT-2's letters represents its own
- * text. */
+/* Finds the bytes that each token represents, and stores them in t->raw. If a token is not spelled in GPT-2's letters,
+ * it represents the bytes of its own text. */
 static int find_raw(ps_tok *t)
 {
     int16_t byte_of[512];
@@ -556,9 +559,9 @@ static void shorten(tok_bytes *b, size_t first, const char *from, const char *to
     }
 }
 
-/* Appends a token of WordPiece. It puts a blank between tokens, joins a token that begins with "##" to the token before
- * it, and removes the blanks before punctuation and short forms. The replacements are in the order of the package
- * tokenizers. */
+/* Appends a token of WordPiece. If the token is not the first token and begins with "##", the "##" is removed. If it is
+ * not the first token and does not begin with "##", a blank is put before the token. Then the blanks before punctuation
+ * and short forms are removed, in the same order as in the package tokenizers. */
 static int add_piece(tok_bytes *out, const uint8_t *s, size_t n, bool first)
 {
     static const char *const short_of[][2] = { { " .", "." }, { " ?", "?" }, { " !", "!" }, { " ,", "," },
@@ -596,8 +599,8 @@ static int byte_of_token(const uint8_t *s, size_t n)
     return value;
 }
 
-/* Ends a run of tokens <0xXX> whose bytes begin at `from`. If the bytes of the run are not valid UTF-8, each byte
- * becomes U+FFFD. If `as_they_are` is true, the bytes are not changed. */
+/* Ends a run of tokens <0xXX>. The bytes of the run begin at `from` in st->decoded. If the bytes are not valid UTF-8,
+ * each byte becomes U+FFFD. If `as_they_are` is true, the bytes are never changed. */
 static int end_bytes(tok_state *st, size_t from, bool as_they_are)
 {
     size_t n = st->decoded.n - from;

@@ -48,9 +48,9 @@ static int read_header(ps_tokens *s, int width, int wanted)
 static int read_layout(ps_tokens *s, int width)
 {
     int32_t magic = s->map.nbytes >= 4 ? header_word(s, 0) : 0;
-    /* A file of width 1 is text, whatever its first bytes are. Raw tokens cannot begin like a header, because no
-     * vocabulary is large enough. As a u32 token, the magic number would be 20,240,801. As u16 tokens, it would be
-     * 55,432 followed by 308, while GPT-2's ids end at 50,256. */
+    /* A file of width 1 is text, whatever its first bytes are. A file of raw tokens cannot begin with the magic number,
+     * because no vocabulary has such large ids. As a u32 token, the magic number would be 20,240,801. As u16 tokens, it
+     * would be 55,432 followed by 308, while GPT-2's ids end at 50,256. */
     if (width != 1 && magic == MAGIC_U16) return read_header(s, 2, width);
     if (width != 1 && magic == MAGIC_U32) return read_header(s, 4, width);
     if (width == 0)
@@ -68,7 +68,7 @@ static int read_layout(ps_tokens *s, int width)
     return 0;
 }
 
-/* Opens the file in `map`. Becomes the owner of `map`, even if it fails. */
+/* Opens the file in `map`. The function closes `map` if it fails. Otherwise the result owns `map`. */
 static int open_map(ps_map *map, int width, ps_tokens **out)
 {
     ps_tokens *s = ps_alloc0(sizeof *s);
@@ -160,7 +160,7 @@ int ps_tokens_read(const ps_tokens *s, int64_t first, int64_t n, int32_t *dst)
                        (long long)n, (long long)first, (long long)s->count);
     if (!n) return 0;
     PS_NEED(dst);
-    if (s->width == 4)          /* all tokens are checked first, so that dst is not changed if one is invalid */
+    if (s->width == 4)          /* check all tokens first, so that an invalid token leaves dst unchanged */
         for (int64_t i = 0; i < n; i++)
             if (token_at(s, first + i) > INT32_MAX)
                 return ps_fail(PS_ERANGE, "%s: token %lld is %u, which does not fit in 31 bits", s->map.path,
@@ -229,7 +229,7 @@ static int check_append(const ps_tokw *w, int64_t n)
     return 0;
 }
 
-/* Checks all ids before it appends the first one, so that a failed call appends none. */
+/* Checks all ids before it appends the first id, so that a failed call appends no ids. */
 int ps_tokw_append(ps_tokw *w, const int32_t *ids, int64_t n)
 {
     PS_NEED(w);
