@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Diverts the files that a script writes during a dry run (tools/plan.lua). A dry run must not change the user's files.
- * But a script may read a file that it has written before, such as a shard of tokens. Therefore such files are written
- * to a separate folder and read from there. The name of a diverted file is the hash of its path. */
+  * But a script may read a file that it wrote earlier, such as a shard of tokens. Therefore the script's files are
+  * written to a separate folder and read from that folder. The name of a diverted file is the hash of its path. */
 #include <limits.h>
 #include <stdio.h>
 #include <string.h>
@@ -25,16 +25,16 @@ int ps_file_divert(const char *folder)
     return 0;
 }
 
-/* Returns true if files with this path are not diverted. These are devices, the system's own files, and files that are
- * already in the folder of diverted files. */
+/* Returns true if the file `path` must not be diverted, because it is a device, a file of the system, or a file in the
+ * folder of diverted files. */
 static bool stays(const char *path)
 {
     return strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 ||
            (strncmp(path, diverted_to, length_of_it) == 0 && path[length_of_it] == '/');
 }
 
-/* Writes the absolute path to `out`, without empty components and without ".". This way each file has only one name.
- * Returns false if the path is too long. */
+/* Writes the absolute form of `path` to `out`, without empty components and without ".". This way, the
+ * paths "a/b" and "./a//b" have the same form. Returns false if the path is too long. */
 static bool whole_path(const char *path, char out[PATH_MAX])
 {
     size_t n = 0;

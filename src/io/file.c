@@ -147,7 +147,7 @@ int ps_map_direct(ps_map *m)
     if (m->asked_direct) return m->direct;
     m->asked_direct = true, m->direct = -1;
     if (m->fd < 0) return -1;
-    snprintf(path, sizeof path, "/proc/self/fd/%d", m->fd);      /* the mapped file, even if another now has its name */
+    snprintf(path, sizeof path, "/proc/self/fd/%d", m->fd);      /* the mapped file, even if it was replaced */
     do m->direct = ps_fd_above_stdio(open(path, O_RDONLY | O_DIRECT | O_CLOEXEC));
     while (m->direct < 0 && errno == EINTR);
     int err = m->direct < 0 ? errno : 0;
@@ -190,7 +190,7 @@ void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes)
 
 void ps_map_close(ps_map *m)
 {
-    if (!m->path) return;                   /* the map is zeroed, or was closed before */
+    if (!m->path) return;                   /* the map is zeroed or already closed */
     if (m->fd >= 0) {
         if (m->bytes && m->nbytes) {
             ps_map_fault_remove(m->bytes);
@@ -266,8 +266,8 @@ static void folder_of(const char *path, char *out)
     else snprintf(out, PATH_MAX, "%.*s", (int)n, path);
 }
 
-/* Reports that a write of `nbytes` bytes to f failed. The message contains the text of errno. If the disk is full, it
- * also contains the number of free bytes. */
+/* Reports that a write of `nbytes` bytes to f failed with the errno `err`. The message contains the text of `err`. If
+ * the disk is full, the message also contains the number of free bytes. */
 static int write_failed(const ps_tempfile *f, int err, int64_t nbytes)
 {
     struct statvfs vfs;
@@ -355,8 +355,8 @@ static int create_temp(ps_tempfile *f, const char *path)
         return no_temp(f, err);
     }
     f->temp = temp;
-    /* Errors are ignored, because a process may be allowed to replace another user's file but not to set the mode of
-     * the new file. */
+    /* An error of fchmod is ignored, because a process may be allowed to replace another user's file but not to set the
+     * mode of the new file. */
     if (exists) (void)fchmod(f->fd, st.st_mode & 0777);
     return 0;
 }
@@ -385,7 +385,7 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
         if (rc == 0) return 0;
         if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
     }
-    /* This file system cannot reserve space. The next lines at least compare the size with the free space. */
+    /* This file system cannot reserve space. Return an error at least if `nbytes` is more than the free space. */
     struct statvfs vfs;
     if (!f->sparse && fstatvfs(f->fd, &vfs) == 0 && vfs.f_blocks && vfs.f_bavail < (uint64_t)nbytes / vfs.f_frsize)
         return write_failed(f, ENOSPC, nbytes);
@@ -393,8 +393,8 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
     return rc < 0 ? write_failed(f, errno, nbytes) : 0;
 }
 
-/* If the file is sparse and the bytes are zeros, makes a hole instead of writing them, and returns true. Returns false
- * if the bytes must be written. */
+/* If f is sparse and all bytes at `p` are zeros, makes a hole in the file and returns true. Returns false if the caller
+ * must write the bytes. */
 static bool left_out(ps_tempfile *f, int64_t offset, const char *p, int64_t nbytes)
 {
     struct stat st;
@@ -413,8 +413,8 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
         ssize_t n = should_fail() ? -1 : pwrite(f->fd, from, piece, offset);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return write_failed(f, n < 0 ? errno : EIO, nbytes);
-        /* Starts to write this piece to the disk while the next piece is prepared. If this fails, the fsync of commit
-         * reports the error. */
+        /* The disk writes this piece while the caller prepares the next piece. If writing to the disk fails, the fsync
+         * in ps_tempfile_commit reports the error. */
         if (n >= PIECE / 8) (void)sync_file_range(f->fd, offset, n, SYNC_FILE_RANGE_WRITE);
         from += n, offset += n, nbytes -= n;
     }
@@ -451,13 +451,13 @@ static int sync_folder(int folder, const char *path)
 {
     int rc;
     do rc = should_fail() ? -1 : fsync(folder); while (rc < 0 && errno == EINTR);
-    /* EINVAL: this file system cannot sync folders. There is no other way to make its renames durable. */
+    /* EINVAL: this file system cannot sync folders, and has no other way to make a rename durable. */
     if (rc < 0 && errno != EINVAL) return ps_fail(PS_EIO, "cannot sync the folder %s: %s", path, strerror(errno));
     return 0;
 }
 
-/* Uses the folder's descriptor and not its name, because another process may rename the folder once the file has its
- * final name. */
+/* Renames the file and syncs its folder through the folder's descriptor, because another process may rename the folder
+ * as soon as the file has its final name. */
 int ps_tempfile_commit(ps_tempfile *f)
 {
     char folder[PATH_MAX];
@@ -508,9 +508,9 @@ int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
     return rc;
 }
 
-/* Swaps two names by three renames, for file systems that cannot swap names atomically (NFS). Between the first and the
- * second rename, no file has the name `path`. If the process crashes at that moment, the old file has the name `aside`.
- * lua/ps/checkpoints/folder.lua finds it there. */
+/* Swaps the names `from` and `path` by three renames, for file systems that cannot swap names atomically (NFS). Between
+ * the first and the second rename, no folder has the name `path`. If the process crashes at that moment, the old folder
+ * has the name `aside`, and lua/ps/checkpoints/folder.lua finds it under this name. */
 static int swap_by_renames(const char *from, const char *path, const char *aside)
 {
     if (rename(path, aside) < 0) return -1;

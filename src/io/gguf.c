@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reads GGUF, the format of llama.cpp. It maps a file and checks its header (gguf_header.c). Then it lends the file's
- * contents or reads them as values of one dtype. base/blocks.c unpacks the blocks. */
+  * Reads GGUF, the format of llama.cpp. Opening maps a file and checks its header (gguf_header.c). After that, the
+  * bytes of a tensor can be lent, or read as values of one dtype. base/blocks.c unpacks the blocks. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"
@@ -41,7 +41,7 @@ int gguf_type_by_name(const char *name)
 }
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
-/* Opens the file in `map`. Becomes the owner of `map`, even if it fails. */
+/* Opens the file in `map`. If this fails, the function closes `map`. Otherwise the result owns `map`. */
 static int open_map(ps_map *map, ps_gguf **out)
 {
     ps_gguf *g = ps_alloc0(sizeof *g);
@@ -190,7 +190,7 @@ static int no_tensor(const ps_gguf *g, int i)
     return ps_fail(PS_ERANGE, "%s: tensor %d was requested, but the file has %d", g->map.path, i, g->count);
 }
 
-/* Writes a tensor's shape to `shape`, with the dimensions in the order in which callers read them. */
+/* Writes the shape that callers see to `shape`: t->shape, or the reverse of t->shape if the tensor is transposed. */
 static void shape_of(const gguf_tensor *t, int64_t shape[GGUF_MAX_DIMS])
 {
     for (int d = 0; d < t->ndim; d++) shape[d] = t->shape[t->transposed ? t->ndim - 1 - d : d];
@@ -235,9 +235,9 @@ int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed)
     return 0;
 }
 
-/* Returns the index of the stored row that contains row j. Let D be the number of rows of a head. The file stores these
- * rows in pairs: (0, D / 2), (1, D / 2 + 1), and so on. In the order of Hugging Face's rotary embedding, the two rows
- * of a pair are D / 2 rows apart. */
+/* Returns the index in the file of the row whose index in Hugging Face's order is j. Let D be the number of rows of a
+ * head. For the rotary embedding, the file stores the rows of a head in pairs. In Hugging Face's order, the rows of
+ * these pairs have the indices (0, D / 2), (1, D / 2 + 1), and so on. */
 int64_t gguf_stored_row(const gguf_tensor *t, int64_t j)
 {
     if (!t->heads) return j;
@@ -245,7 +245,7 @@ int64_t gguf_stored_row(const gguf_tensor *t, int64_t j)
     return j - r + (r < D / 2 ? 2 * r : 2 * (r - D / 2) + 1);
 }
 
-/* Unpacks n elements of a row, starting at element `from`. The results are values of the type's dtype. */
+/* Unpacks n elements of a row, starting at element `from`, and writes them to `out` as values of type->dtype. */
 static void unpack_row(const gguf_type *type, const uint8_t *row, int64_t from, int64_t n, uint8_t *out)
 {
     if (!type->unpack) {
@@ -261,8 +261,8 @@ static void unpack_row(const gguf_type *type, const uint8_t *row, int64_t from, 
     }
 }
 
-/* Copies a rectangle of a matrix whose dimensions are swapped on reading. A column of the rectangle is a section of a
- * stored row. */
+/* Copies a rectangle of a transposed matrix (t->transposed). A column of the rectangle is a section of a row in the
+ * file. */
 static int copy_swapped(const ps_gguf *g, const gguf_tensor *t, const int64_t *offset, const int64_t *shape,
                         int64_t first, uint8_t *dst, int64_t numel)
 {
@@ -283,12 +283,12 @@ static int copy_swapped(const ps_gguf *g, const gguf_tensor *t, const int64_t *o
     return 0;
 }
 
-/* Copies a rectangle row by row. If a tensor of one dimension has permuted elements, each element is a row. */
+/* Copies a rectangle row by row. If a tensor has one dimension and heads, each element is a row. */
 static void copy_rows(const ps_gguf *g, const gguf_tensor *t, const int64_t *offset, const int64_t *shape,
                       int64_t first, uint8_t *dst, int64_t numel)
 {
     bool single = t->heads && t->ndim == 1;
-    /* The number of dimensions that count rows. A scalar has no row, so it would have -1. */
+    /* The number of dimensions before the dimension of a row's elements. For a scalar, t->ndim - 1 is -1. */
     int leading = single ? 1 : t->ndim - 1;
     if (leading < 0) leading = 0;
     int64_t row = single || !t->ndim ? 1 : t->shape[t->ndim - 1], wide = single || !t->ndim ? 1 : shape[t->ndim - 1];

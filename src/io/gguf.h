@@ -2,11 +2,17 @@
  * Shared by the reader and the writer of GGUF, the format of llama.cpp. Only src/io and the fuzz target include this
  * header.
  *
- * A file contains, in this order: "GGUF", the version (u32), the number of tensors (u64), the number of metadata
- * entries (u64), the metadata entries, the descriptions of the tensors, padding to the alignment, and the data. An
- * entry has a key, a type and a value. A description has a name, the number of dimensions, the dimensions (u64,
- * innermost first), a type, and an offset in the data (u64). All numbers are little-endian. A string is a length (u64)
- * followed by its bytes.
+ * A file contains, in this order:
+ *   "GGUF"
+ *   the version (u32)
+ *   the number of tensors (u64)
+ *   the number of metadata entries (u64)
+ *   the metadata entries: for each entry a key, a type and a value
+ *   the descriptions of the tensors: for each tensor a name, the number of dimensions, the dimensions (u64, innermost
+ *     first), a type, and an offset in the data (u64)
+ *   padding to the alignment
+ *   the data
+ * All numbers are little-endian. A string is its length (u64) followed by its bytes.
  *
  * An opened ps_gguf contains only checked entries and tensors. The bytes of every tensor are inside the file, and no
  * two tensors overlap. */
@@ -17,7 +23,7 @@
 
 enum { GGUF_MAX_DIMS = 4, GGUF_LONGEST_NAME = 4095, GGUF_NAME_SHOWN = 160, GGUF_ALIGNMENT = 32,
        GGUF_MAX_ALIGNMENT = 1 << 20, GGUF_MAX_BLOCK = 256 };
-/* Types of metadata values. A constant's value is the type's id in files. */
+/* Types of metadata values. The value of a constant is the id of the type in files. */
 enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING, GGUF_ARRAY,
        GGUF_U64, GGUF_I64, GGUF_F64, GGUF_VALUE_TYPES };
 
@@ -28,23 +34,23 @@ typedef struct gguf_type {
     const char *name;           /* NULL if there is no type with this id */
     int block, bytes;
     int dtype;                  /* dtype of the values after reading, or -1 if the type is known but not supported */
-    /* Unpacks the values of one block. If it is NULL, the elements are stored as plain values of dtype. */
+    /* Unpacks the values of one block. If `unpack` is NULL, the file stores the elements as plain values of `dtype`. */
     void (*unpack)(const uint8_t *block, float *out);
 } gguf_type;
-/* Returns the type with the id `number`, or NULL if there is none. */
+/* Returns the type with the id `number`, or NULL if no type has this id. */
 const gguf_type *gguf_type_of(int64_t number);
-int gguf_type_by_name(const char *name);            /* returns the id of a type, or -1 if there is none */
-/* Makes one block from gguf_type.block values. gguf_pack_of returns NULL for a type of blocks that cannot be
- * written. */
+int gguf_type_by_name(const char *name);            /* returns the type's id, or -1 if no type has the name */
+/* A gguf_pack makes one block from gguf_type.block values. gguf_pack_of returns the function for the type with the id
+ * `number`, or NULL if blocks of this type cannot be written. */
 typedef void (*gguf_pack)(const float *values, uint8_t *block);
 gguf_pack gguf_pack_of(int number);
 
 typedef struct gguf_meta {
     char *key;                  /* points into ps_gguf.text */
-    int type, of;               /* of: type of an array's elements; for other values equal to `type` */
-    int64_t n;                  /* number of elements of an array; for other values 1 */
-    const uint8_t *bytes;       /* the value in the map; for an array, without its header */
-    const uint64_t *at;         /* for strings: each string's offset in the map; the string's length is stored there */
+    int type, of;               /* of: type of an array's elements; equal to `type` if the value is not an array */
+    int64_t n;                  /* number of elements of an array; 1 if the value is not an array */
+    const uint8_t *bytes;       /* the value in the map; for an array, its first element */
+    const uint64_t *at;         /* [n] for strings: the offset of each string in the map, where its length is stored */
 } gguf_meta;
 
 typedef struct gguf_tensor {
@@ -54,8 +60,8 @@ typedef struct gguf_tensor {
     int ndim;
     int64_t shape[GGUF_MAX_DIMS];           /* sizes of the dimensions, outermost first */
     int64_t begin, nbytes;      /* begin: offset in the map; nbytes: size in bytes */
-    int64_t heads;              /* number of heads, if rows are read in the order of Hugging Face's rotary embedding */
-    bool transposed;            /* true if the two dimensions are swapped on reading */
+    int64_t heads;              /* number of heads if gguf_stored_row() permutes the rows, or 0 */
+    bool transposed;            /* true if reading and writing swap the two dimensions */
 } gguf_tensor;
 
 struct ps_gguf {
@@ -65,7 +71,7 @@ struct ps_gguf {
     uint64_t *strings;          /* the arrays to which gguf_meta.at points */
     gguf_meta *meta;            /* [meta_count], in file order */
     gguf_tensor *tensors;       /* [count], in file order */
-    int *by_key, *by_name;      /* indices of the entries by key and of the tensors by name */
+    int *by_key, *by_name;      /* indices of the entries, sorted by key, and of the tensors, sorted by name */
     int count, meta_count;
     int64_t loans;              /* number of loans that have not ended */
     bool closed;                /* true if the file was closed, but its map is kept for loans that have not ended */
@@ -75,8 +81,8 @@ struct ps_gguf {
 int gguf_parse(ps_gguf *g);
 /* Returns the index of the row in the file that contains row j of Hugging Face's order. */
 int64_t gguf_stored_row(const gguf_tensor *t, int64_t j);
-/* Like ps_gguf_open, but for bytes in memory. The bytes must not be freed before the result is closed. */
+/* Like ps_gguf_open, but reads `bytes` instead of a file. `bytes` must not be freed before the result is closed. */
 int gguf_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_gguf **out);
-/* Writes a name to `out` in the form for error messages: shortened and without control characters. Returns out. */
+/* Writes the name to `out` for an error message: shortened and without control characters. Returns `out`. */
 const char *gguf_shown(const char *name, char out[GGUF_NAME_SHOWN]);
 #endif

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reads the header of a GGUF file. The input is treated as hostile. Every count is compared with the number of bytes
- * that are left before memory is allocated for it. Every length is compared with that number before its bytes are read.
- * The header is read twice. The first pass checks it and counts the strings and names. The second pass fills the
- * tables. */
+  * Reads the header of a GGUF file. The input is treated as hostile. Each count and each length in the header is
+  * compared with the number of bytes that are left in the file, before memory is allocated and before bytes are read.
+  * The header is read twice. The first pass checks the header and counts the strings and names. The second pass fills
+  * the tables. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"
@@ -16,10 +16,10 @@ typedef struct walk {
     ps_gguf *g;
     const uint8_t *at, *end;    /* end: the end of the map */
     const char *what;           /* kind of the item that is being read, for errors: "metadata entry" or "tensor" */
-    int64_t index;              /* number of that item */
-    const char *key;            /* name of that item, if it is known */
+    int64_t index;              /* index of the item that is being read */
+    const char *key;            /* name of the item that is being read, or NULL if the name was not read yet */
     size_t key_n;
-    size_t text_n, strings_n;   /* size in bytes of the names, and number of strings that were read so far */
+    size_t text_n, strings_n;   /* of all items that were read: size in bytes of their names; number of their strings */
     bool fills;                 /* true in the second pass */
 } walk;
 
@@ -28,8 +28,8 @@ const char *gguf_shown(const char *name, char out[GGUF_NAME_SHOWN])
     return ps_text_shown(name, out, GGUF_NAME_SHOWN);
 }
 
-/* Raises an error. The message contains the file, the byte and the fault. If the fault is in an entry or a tensor, it
- * also contains that entry or tensor. */
+/* Raises an error. The message contains the file's path, the current position in the file and the text of `fmt`. If an
+ * entry or a tensor is being read, the message also contains the index and the name of the entry or tensor. */
 static int bad(const walk *w, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const walk *w, const char *fmt, ...)
 {
@@ -66,7 +66,7 @@ static int read_u64(walk *w, uint64_t *out)
     return 0;
 }
 
-/* Reads a string. It may contain any bytes. It is not copied, so *s points into the map. */
+/* Reads a string, which may contain any bytes. Sets *s to the string in the map, and *n to its length in bytes. */
 static int read_string(walk *w, const uint8_t **s, size_t *n)
 {
     uint64_t length = 0;
@@ -78,8 +78,8 @@ static int read_string(walk *w, const uint8_t **s, size_t *n)
     return 0;
 }
 
-/* Reads a key or a name. It must be UTF-8, must not be empty, and must not contain a zero byte. In the second pass,
- * sets *out to a copy with a final 0. In the first pass, sets *out to NULL. */
+/* Reads a key or a name. Returns an error if it is empty, is not UTF-8, or contains a zero byte. The first pass sets
+ * *out to NULL. The second pass sets *out to a copy with a final 0. */
 static int read_name(walk *w, char **out)
 {
     const uint8_t *s;
@@ -158,7 +158,7 @@ static int read_meta(walk *w, gguf_meta *m)
 }
 
 /* -- tensors ------------------------------------------------------------------------------------------------------- */
-/* Returns the size of a tensor in bytes. If not all of these bytes are in the file, reports an error and returns -1. */
+/* Returns the size of a tensor in bytes. If the file is shorter than this size, reports an error and returns -1. */
 static int64_t size_of(const walk *w, const gguf_tensor *t)
 {
     int64_t rows = 1, row = 1, nbytes;
@@ -196,7 +196,7 @@ static int read_tensor(walk *w, gguf_tensor *t)
     if (offset > INT64_MAX / 2)
         return bad(w, "its bytes begin at byte %llu of the data; the offset must be less than 2^62",
                    (unsigned long long)offset);
-    t->begin = (int64_t)offset;                 /* becomes an offset in the map when all tensors have been read */
+    t->begin = (int64_t)offset;                 /* an offset in the data until all tensors have been read */
     return 0;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Packs values into GGUF's blocks. A block's bytes equal those of ggml's reference quantiser without an importance
- * matrix. Therefore this file performs the same operations in fp32 in the same order. The values must be finite, and
- * small enough for scales in fp16. gguf_write.c checks this. */
+  * Packs values into GGUF's blocks. The result is the same, byte for byte, as the result of ggml's reference quantiser
+  * without an importance matrix. Therefore this file performs the same fp32 operations in the same order as ggml. The
+  * values must be finite, and so small that the scale of each block fits into fp16. gguf_write.c checks this. */
 #include "io/gguf.h"
 #include "base/blocks.h"
 #include "base/error.h"
@@ -18,7 +18,7 @@ static void put_half(uint8_t *s, float f)
 
 static float rounded_half(float f) { return ps_f16_to_f32(ps_f32_to_f16(f)); }
 
-/* Rounds to the nearest integer, and to the even one if two are equally near. |f| must be below 2^22. */
+/* Rounds f to the nearest integer. If two integers are equally near, rounds to the even integer. |f| must be < 2^22. */
 static int nearest(float f)
 {
     float shifted = f + 12582912.0f;
@@ -30,7 +30,7 @@ static int nearest(float f)
 static int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
 /* Returns the value with the largest magnitude, including its sign. If several values have this magnitude, returns the
- * first. */
+ * first of them. */
 static float largest(const float *x, int n)
 {
     float most = 0, value = 0;
@@ -105,8 +105,8 @@ static void pack_q5_1(const float *x, uint8_t *s)
 enum { PART = 16, HALF_RANGE = 32 };
 static const float TINY = 1e-15f;
 
-/* Rounds factor * x to an integer l for each value x. Sets *lx to the sum of w * x * l and *ll to the sum of w * l * l,
- * where w = x^2. */
+/* For each value x, rounds factor * x to an integer l and weights it with w = x * x. Sets *lx to the sum of w * x * l.
+ * Sets *ll to the sum of w * l * l. */
 static void weigh(const float *x, float factor, float *lx, float *ll)
 {
     *lx = *ll = 0;
@@ -118,9 +118,9 @@ static void weigh(const float *x, float factor, float *lx, float *ll)
     }
 }
 
-/* Quantises 16 values to integers from -32 to 31, and returns their scale. Tries 19 factors for the rounding and uses
- * the one with the smallest error. The errors are weighted by the squares of the values. The scale is 0 if all values
- * are 0. */
+/* Quantises 16 values to integers from -32 to 31, and returns their scale. Tries 19 factors by which the values are
+ * multiplied before they are rounded, and uses the factor with the smallest error. The error of each value is weighted
+ * by the square of the value. The scale is 0 if all values are 0. */
 static float scale_of_part(const float *x, uint8_t *q)
 {
     float max = largest(x, PART), lx, ll, used;
@@ -184,8 +184,9 @@ static float error_of(const float *x, const float *w, const uint8_t *q, line l)
     return sum;
 }
 
-/* Rounds the values to integers, using `factor`. Then computes the line that maps these integers to the values with the
- * least squares error. Returns false if there is no such line. */
+/* Rounds factor * (value - min) to an integer for each value. Then sets *out to the line that maps these integers to
+ * the values with the smallest weighted square error. Returns false if no line is determined, because all integers are
+ * equal. */
 static bool fit(const float *x, const float *w, float min, float factor, float sum_w, float sum_x, uint8_t *q,
                 line *out)
 {
@@ -204,7 +205,7 @@ static bool fit(const float *x, const float *w, float min, float factor, float s
     return true;
 }
 
-/* Quantises 32 values to integers from 0 to 15. Returns their scale and their minimum. The minimum is at most 0. */
+/* Quantises 32 values to integers from 0 to 15. Returns the scale and the minimum of the values. `min` is at most 0. */
 static line line_of_part(const float *x, const float *w, uint8_t *q)
 {
     uint8_t other[32];

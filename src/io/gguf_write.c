@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writes GGUF. The caller first declares the tensors, in the order of the file. `begin` determines the positions of the
- * data, reserves the space, and writes the header with the metadata that the caller has encoded. Then the caller
- * appends each tensor in pieces, with the rows in Hugging Face's order. Threads convert and write the pieces while the
- * caller reads the next ones. Only a transposed matrix is kept in memory until it is complete. The file gets its name
- * at commit, when it is complete and on the disk. */
+  * Writes GGUF. The caller first declares the tensors, in the order of the file. ps_ggufw_begin() determines the
+  * positions of the data, reserves the space, and writes the header with the metadata that the caller has encoded. Then
+  * the caller appends each tensor in pieces, with the rows in Hugging Face's order. Threads convert and write the
+  * pieces while the caller reads the next pieces. A transposed matrix is kept in memory until all its values are
+  * appended. Other tensors are not kept in memory. The file gets its name at commit, when it is complete and on the
+  * disk. */
 #include "io/gguf.h"
 #include "base/alloc.h"
 #include "base/half.h"
@@ -13,24 +14,24 @@
 #include <pthread.h>
 #include <string.h>
 
-/* RUN: number of values of a piece. SLICE: number of values that are converted at once. Both are multiples of all block
- * sizes. */
+/* RUN: maximum number of values of a piece. SLICE: number of values that are converted at once. RUN and SLICE are
+ * multiples of all block sizes. */
 enum { RUN = 1 << 20, SLICE = 1 << 12 };
 enum { MAX_THREADS = 16, MAX_PIECES = 2 * MAX_THREADS };
-static const float LARGEST = 65504.0f * 7;     /* the scale of a block with a larger value may not fit into fp16 */
+static const float LARGEST = 65504.0f * 7;     /* if a block has a value above this, its scale may not fit into fp16 */
 
 typedef struct ggufw_tensor {
     gguf_tensor t;              /* begin: offset in the file, set by ps_ggufw_begin */
     int64_t numel, done;        /* numel: number of values; done: number of values that were appended */
-    float *whole;               /* for a transposed tensor: its values, until all have been appended */
+    float *whole;               /* for a transposed tensor: the appended values, until all values are appended */
 } ggufw_tensor;
 
 typedef struct piece {
     const ggufw_tensor *one;
     int dtype;
-    int64_t at, n;              /* index in the tensor of the first value; number of values */
-    int64_t serial;             /* number of the piece among all pieces */
-    uint8_t *data;              /* [RUN * 8] bytes of the values, which have type `dtype` */
+    int64_t at, n;              /* the piece contains values [at, at + n) of the tensor */
+    int64_t serial;             /* index of the piece in the order in which all pieces were queued */
+    uint8_t *data;              /* [RUN * 8 bytes] n values of type `dtype` */
 } piece;
 
 struct ps_ggufw {
@@ -39,8 +40,8 @@ struct ps_ggufw {
     ps_tempfile file;
     ggufw_tensor *tensors;
     int count;
-    /* The threads. They are started with the first piece. Each thread repeatedly removes the oldest piece from `queue`,
-     * converts and writes it, and puts it into `spare`. */
+    /* The threads are started when the first piece is queued. Each thread repeatedly removes the oldest piece from
+     * `queue`, converts and writes the piece, and puts it into `spare`. */
     pthread_t threads[MAX_THREADS];
     piece pieces[MAX_PIECES];
     int n_threads, n_pieces;
@@ -202,9 +203,10 @@ static void to_floats(int dtype, const uint8_t *from, int64_t n, float *to)
 
 static uint32_t magnitude(float f) { return ps_f32_bits(f) & 0x7fffffff; }
 
-/* Returns the index of the first value that the tensor's type cannot represent, or n if there is none. A type of blocks
- * cannot represent infinity and NaN. F16 cannot represent finite values that would round to infinity. The comparisons
- * use the values' bits as integers, which have the same order as the magnitudes. */
+/* Returns the index of the first value that the tensor's type cannot represent, or n if it can represent all values. A
+ * block type cannot represent infinity, NaN, or magnitudes above LARGEST. F16 cannot represent finite values that would
+ * round to infinity. The values are compared as integers with the same bits, because these integers have the same order
+ * as the magnitudes. */
 static int64_t first_bad(const ggufw_tensor *one, const float *x, int64_t n)
 {
     bool packs = one->t.type->block > 1;
@@ -230,15 +232,15 @@ static void encode(const ggufw_tensor *one, const float *x, int64_t n, uint8_t *
     }
 }
 
-/* Returns the number of values in a row. A row is stored as a unit. If a bias is divided into heads, each of its values
- * is a row. */
+/* Returns the number of values in a row. The values of a row are adjacent in the file. If a bias is divided into heads,
+ * each value of the bias is a row. */
 static int64_t row_of(const gguf_tensor *t)
 {
     return t->ndim && !(t->heads && t->ndim == 1) ? t->shape[t->ndim - 1] : 1;
 }
 
-/* Converts a piece to `out` [RUN * 8] and writes it to the file. If the tensor has heads, the rows of the piece are in
- * Hugging Face's order. Otherwise they are in the order of the file. */
+/* Converts a piece to `out` [RUN * 8 bytes] and writes the result to the file. If the tensor has heads, the rows of the
+ * piece are in Hugging Face's order, and are written in the order of the file. */
 static int write_piece(ps_ggufw *w, const piece *p, uint8_t *out)
 {
     const gguf_tensor *t = &p->one->t;
@@ -297,8 +299,8 @@ static void *work(void *arg)
     return NULL;
 }
 
-/* Starts as many threads as OpenMP would use, but at most one for each RUN values of the file. There are two pieces per
- * thread, so that the caller can fill one while the other is written. */
+/* Starts as many threads as OpenMP would use, but at most one thread for each RUN values of the file. Allocates two
+ * pieces per thread, so that the caller can fill one piece while the thread writes the other piece. */
 static int start_threads(ps_ggufw *w)
 {
     int64_t runs = 1;
@@ -326,7 +328,7 @@ static int settle(ps_ggufw *w)
     return w->failed == INT64_MAX ? 0 : ps_error_again(&w->error);
 }
 
-/* Queues n values for the threads. They are the tensor's values starting at index `at`. n must be at most RUN. */
+/* Queues values [at, at + n) of a tensor for the threads. n must be at most RUN. */
 static int put_values(ps_ggufw *w, const ggufw_tensor *one, int dtype, const uint8_t *from, int64_t at, int64_t n)
 {
     if (w->n_threads == 0) PS_TRY(start_threads(w));
@@ -345,8 +347,8 @@ static int put_values(ps_ggufw *w, const ggufw_tensor *one, int dtype, const uin
     return 0;
 }
 
-/* Writes a matrix with swapped dimensions after all its values have been appended. It copies a group of rows at once,
- * so that it reads values together that are adjacent in memory. */
+/* Writes a transposed matrix after all its values have been appended. Copies several rows at once, because values of
+ * adjacent rows are adjacent in `whole`. */
 static int write_swapped(ps_ggufw *w, ggufw_tensor *one)
 {
     int64_t rows = one->t.shape[0], row = one->t.shape[1], group = row < RUN ? RUN / row : 1;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The handler of SIGBUS (map_fault.h). It prints the name of the mapped file whose page cannot be read. It calls only
- * write and sigaction. It reads the table of maps without a lock. This is safe, because no thread removes a map while
- * another thread reads its bytes. */
+  * The handler of SIGBUS (map_fault.h) prints the path of the mapped file whose page cannot be read. The handler calls
+  * only write() and sigaction(), and reads the table of maps without a lock. Reading without a lock is safe, because no
+  * thread removes a map while another thread reads the map's bytes. */
 #define _GNU_SOURCE
 #include "io/map_fault.h"
 #include <signal.h>
@@ -13,7 +13,7 @@
 
 enum { MOST_MAPS = 256, MOST_PATH = 240 };
 
-/* An entry is in use if `pages` is not 0. It is valid if `named` is true. */
+/* The table of maps. An entry is in use if `pages` is not 0. `nbytes` and `path` are set if `named` is true. */
 static struct {
     _Atomic uintptr_t pages;    /* address of the map, or 0 if the entry is free */
     _Atomic int64_t nbytes;
@@ -85,8 +85,8 @@ static void on_fault(int sig, siginfo_t *info, void *context)
     add(&t, "\n");
     if (t.n == sizeof t.bytes) t.bytes[t.n - 1] = '\n';
     (void)!write(STDERR_FILENO, t.bytes, t.n);
-    /* The handler was reset (SA_RESETHAND). So after the return the same access raises SIGBUS again, and the process
-     * ends. A signal that another process sent is not raised again by itself, so it is raised here. */
+    /* SA_RESETHAND has removed the handler. So the access that raised SIGBUS raises it again after the return, and the
+     * process ends. If another process sent the signal (si_code <= 0), no access repeats it, so raise() repeats it. */
     if (info->si_code <= 0) raise(sig);
 }
 

@@ -9,8 +9,8 @@
  * only once. */
 void ps_map_fault_install(const char *name);
 
-/* Record that a map was made or removed. There is room for a limited number of maps. If the table is full, the message
- * about a later map contains no path. */
+/* Record that a map was made, or that it was removed. The table has room for a limited number of maps. If it is
+ * full, a new map is not recorded, and a message about this map contains no path. */
 void ps_map_fault_add(const void *pages, int64_t nbytes, const char *path);
 void ps_map_fault_remove(const void *pages);
 #endif

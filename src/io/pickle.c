@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The pickle machine. It has a stack, marks, a memo, and one function per family of opcodes. It implements protocol 2,
- * which PyTorch writes, and the binary opcodes of protocols 1, 3, 4 and 5. It implements no opcode that makes objects
- * of classes. The input is treated as hostile. */
+  * The pickle machine consists of a stack, marks, a memo, and one function per family of opcodes. It implements
+  * protocol 2, which PyTorch writes, and the binary opcodes of protocols 1, 3, 4 and 5. It does not implement the
+  * opcodes that make objects of classes. The input is treated as hostile. */
 #include "io/pickle.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -101,7 +101,7 @@ static int take_items(machine *m, int32_t to, int64_t n)
 /* -- the stack --------------------------------------------------------------------------------------------------- */
 static int push_id(machine *m, int32_t id)
 {
-    if (id < 0) return id;                  /* the function that could not make the value has reported the error */
+    if (id < 0) return id;                  /* the function that failed to make the value has reported the error */
     if (m->n == PK_MAX_VALUES) return bad(m, "the stack has more than %d values", PK_MAX_VALUES);
     PS_TRY(ps_grow(m->stack, m->stack_room, m->n + 1));
     m->stack[m->n++] = id;
@@ -175,7 +175,8 @@ static int push_large(machine *m, const char *text)
     return push(m, (pk_value){ .kind = PS_PT_FLOAT, .u.number = value });
 }
 
-/* Reads a two's complement integer of any length. If it does not fit into 64 bits, pushes the nearest double. */
+/* Reads a two's complement integer of any length and pushes it. If the integer does not fit into 64 bits, pushes the
+ * nearest double. */
 static int push_long(machine *m, int width)
 {
     uint64_t n;
@@ -224,7 +225,7 @@ static int line(machine *m, const uint8_t **text, int64_t *n)
     return 0;
 }
 
-/* Reads a boolean or an integer that protocol 1 wrote in decimal ("I01", "L12345L"). */
+/* Reads a boolean ("I01") or a decimal integer ("L12345L") of protocol 1 and pushes it. */
 static int push_decimal(machine *m, bool is_long)
 {
     const uint8_t *text = NULL;
@@ -397,7 +398,7 @@ static int step(machine *m, int op)
     case 0x80:
         PS_TRY(number(m, 1, &n));
         return n <= 5 ? 0 : bad(m, "protocol %d of pickle is not supported", (int)n);
-    /* This is the length of a frame. Only programs that read a pickle from a stream need it. */
+    /* The opcode contains the length of a frame. Only programs that read a pickle from a stream need this length. */
     case 0x95: return number(m, 8, &n);
     case '.': m->stopped = true; return need_stack(m, 1);
     case 'K': PS_TRY(number(m, 1, &n)); return push(m, integer((int64_t)n));
@@ -425,7 +426,8 @@ static int step(machine *m, int op)
 /* -- the finished tree ------------------------------------------------------------------------------------------- */
 enum { UNSEEN, ON_PATH = 0xffff };
 
-/* Returns the depth of the tree below the value `id`. heights [count] stores the depths that are already known. */
+/* Returns the height of the tree with the root `id`. A value without items has height 1. heights [count] stores the
+ * heights that were already computed, or UNSEEN. `depth` is the number of values above `id` on the current path. */
 static int height(const pk *p, uint16_t *heights, int32_t id, int depth)
 {
     const pk_value *v = &p->values[id];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The names, calls and outside references that a .pt file's pickle may use. There are no others. Nothing is executed: a
- * call selects a row of this file's table, and C code builds the value. */
+  * The names, calls and references to storages that a .pt file's pickle may use. Other names and calls are errors. No
+  * code of the pickle is executed. A call selects a row of this file's table, and C code builds the value. */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include <stdio.h>
@@ -56,7 +56,7 @@ const char *pt_name_text(const pk_value *global)
 }
 
 /* -- names ------------------------------------------------------------------------------------------------------- */
-/* Returns whether `text` equals "module.name". */
+/* Returns whether `text` is the module, a dot, and the name. */
 static bool names_it(const char *text, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n)
 {
     return (int64_t)strlen(text) == module_n + 1 + name_n && !memcmp(text, module, (size_t)module_n) &&
@@ -66,7 +66,7 @@ static bool names_it(const char *text, const uint8_t *module, int64_t module_n, 
 int32_t pt_global(pk *p, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n)
 {
     pk_value v = { .kind = PK_GLOBAL };
-    if (module_n == 10 && !memcmp(module, "torch.cuda", 10)) module_n = 5;   /* storages of CUDA are read to the host */
+    if (module_n == 10 && !memcmp(module, "torch.cuda", 10)) module_n = 5;   /* read CUDA storages into host memory */
     for (int i = 0; i < N_TYPES; i++) {
         bool dtype = names_it(types[i].text, module, module_n, name, name_n);
         if (!dtype && !(types[i].storage && names_it(types[i].storage, module, module_n, name, name_n))) continue;
@@ -201,9 +201,9 @@ static int32_t wrong_args(const pk *p, int32_t function)
     return pk_bad(p, "data.pkl calls '%s' in a form that is not supported", pt_name_text(&p->values[function]));
 }
 
-/* Makes a byte string from a text of characters below 256. Each character becomes one byte. All byte strings share one
- * buffer of the pickle's size. A valid file cannot exceed this size, because a text is never shorter than its byte
- * string. */
+/* Makes a byte string from a text of characters below 256. Each character becomes one byte. All byte strings share the
+ * buffer p->decoded, which has the size of the pickle. The byte strings of a valid file fit into this buffer, because a
+ * byte string is never longer than its text. */
 static int32_t new_bytes(pk *p, const pk_value *text)
 {
     uint32_t n = text->u.text.nbytes, used = 0;
@@ -252,7 +252,7 @@ int32_t pt_call(pk *p, int32_t function, int32_t args)
 {
     const pk_value *v = p->values, *a = &v[args];
     int what = v[function].count;
-    /* The arguments are (function, class, its args, attributes). They describe a tensor with attributes. */
+    /* The arguments describe a tensor with attributes: (function, class, arguments of the function, attributes). */
     if (what == PT_FROM_TYPE) {
         if (a->count < 3 || v[a->u.items[0]].kind != PK_GLOBAL || v[a->u.items[1]].kind != PK_GLOBAL ||
             v[a->u.items[1]].count != PT_CLASS || v[a->u.items[2]].kind != PS_PT_TUPLE)

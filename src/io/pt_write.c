@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writes PyTorch's .pt files for torch.load(weights_only=True). PyTorch 1.13 can read them only if they contain no
- * floats. The caller first declares the storages and the value. A container is declared before its items. Then `begin`
- * knows the size of the whole file and reserves its space. After `begin` the caller passes the bytes of each storage in
- * pieces. The writer keeps data.pkl in memory (some hundred bytes per tensor). It does not keep tensor bytes. The file
- * gets its name at commit, when it is complete and on the disk. */
+  * Writes PyTorch's .pt files for torch.load(weights_only=True). PyTorch 1.13 can read a file only if it contains no
+  * floats. The caller first declares the storages and the value. A container is declared before its items. `begin`
+  * computes the size of the whole file and reserves the space. After `begin` the caller passes the bytes of each
+  * storage in pieces. The writer keeps data.pkl in memory (some hundred bytes per tensor), but not the bytes of the
+  * tensors. The file gets its name at commit, when it is complete and on the disk. */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -17,7 +17,7 @@
 /* An open container. left: number of missing items. number: the container's index in the memo. */
 typedef struct frame { int32_t kind, left, number; } frame;
 typedef struct ptw_storage { int32_t dtype; int entry; int64_t numel; } ptw_storage;
-/* The words that all tensors use. A word is written once and then referred to by its index in the memo. */
+/* The words that all tensors use. The first use of a word writes the word. Later uses write its index in the memo. */
 enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };
 
 struct ps_ptw {
@@ -84,7 +84,8 @@ static int put_text(ps_ptw *w, const char *text, int64_t n)
     return put(w, text, n);
 }
 
-/* Stores the last written value in memo entry i (opcodes q and r), or writes the value of entry i again (h and j). */
+/* If `takes` is true, stores the last written value in memo entry i (opcodes q and r). Otherwise writes the value of
+ * memo entry i again (opcodes h and j). */
 static int put_memo(ps_ptw *w, bool takes, int i)
 {
     return i < 256 ? put_number(w, takes ? 'q' : 'h', (uint64_t)i, 1)
@@ -161,7 +162,7 @@ int ps_ptw_storage(ps_ptw *w, int dtype, int64_t numel)
     return w->count++;
 }
 
-/* Begins a value. Returns an error if a value of this kind is not allowed here. */
+/* Begins a value. Returns an error if no value may follow, or if the value must be a key and may_be_key is false. */
 static int begin_value(ps_ptw *w, bool may_be_key)
 {
     PS_TRY(check_state(w, DECLARING));
@@ -177,7 +178,7 @@ static int begin_value(ps_ptw *w, bool may_be_key)
     return 0;
 }
 
-/* Ends a value, and counts it as an item of its container. Closes all containers that are complete. */
+/* Ends a value, and counts the value as an item of its container. Closes all containers that are complete. */
 static int end_value(ps_ptw *w)
 {
     while (w->depth) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reads safetensors. It opens and maps a file and checks its header (st_header.c). Then it lends the contents or reads
- * them. */
+  * Reads safetensors. Opening maps a file and checks its header (st_header.c). After that, the bytes of a tensor can be
+  * lent or read. */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -30,7 +30,7 @@ const st_type *st_type_by_dtype(int dtype)
     return NULL;
 }
 
-/* Opens the file in `map`. Becomes the owner of `map`, even if it fails. */
+/* Opens the file in `map`. If this fails, the function closes `map`. Otherwise the result owns `map`. */
 static int open_map(ps_map *map, ps_st **out)
 {
     ps_st *st = ps_alloc0(sizeof *st);
@@ -134,9 +134,9 @@ const char *ps_st_meta_value(const ps_st *st, int i)
     return st && i >= 0 && i < st->meta_count ? st->meta[i].value : NULL;
 }
 
-/* Returns NULL and an error on failure. The pointer has the same alignment as the data in the file. Every call checks
- * the file's size again. If the file is truncated after this call, reading the bytes still ends the process, as for all
- * maps. ps_st_read does not have this problem. */
+/* Returns NULL and reports an error on failure. The pointer has the same alignment as the tensor's offset in the file.
+ * Every call checks the file's size. If the file is truncated after the call, reading the bytes ends the process, as
+ * for all maps. ps_st_read returns an error instead. */
 const void *ps_st_data(const ps_st *st, int i)
 {
     const st_tensor *t = tensor_at(st, i);

@@ -2,9 +2,9 @@
  * Shared by the reader, the header parser and the writer of safetensors. Only src/io and the fuzz target include this
  * header.
  *
- * A file contains the length N of the header (u64, little-endian), the header (N bytes of JSON), and the data. An
- * opened ps_st contains only checked tensors. Every tensor's bytes are inside the data, and their number agrees with
- * the tensor's type and shape. All tensors together cover the data without gaps and overlaps. */
+  * A file contains the length N of the header (u64, little-endian), the header (N bytes of JSON), and the data. An
+  * opened ps_st contains only checked tensors. Each tensor has the size in bytes that its type and shape require. All
+  * tensors together cover the data without gaps and overlaps. */
 #ifndef PS_IO_SAFETENSORS_H
 #define PS_IO_SAFETENSORS_H
 #include "io/file.h"
@@ -12,8 +12,8 @@
 
 enum { ST_MAX_HEADER = 100000000, ST_NAME_SHOWN = 160 };
 
-/* Checksums (st_sum.c). The header of a file with checksums begins with the key "xxh3_64". The digits of the header's
- * own checksum follow the key. */
+/* Checksums (st_sum.c). The header of a file with checksums begins with ST_SUM_HEAD. The ST_SUM_DIGITS digits of the
+ * header's checksum follow at offset ST_SUM_AT of the file. */
 #define ST_SUM_KEY "xxh3_64"
 #define ST_SUM_HEAD "{\"__metadata__\":{\"" ST_SUM_KEY "\":\""
 enum { ST_SUM_AT = 8 + sizeof ST_SUM_HEAD - 1, ST_SUM_DIGITS = 16 };
@@ -40,8 +40,8 @@ typedef struct st_tensor {
     int32_t ndim;
     int64_t shape[PS_MAX_DIMS];
     int64_t begin, end;     /* offsets in bytes from the start of the data */
-    /* Hashes of the blocks of the tensor's bytes. They are NULL until ps_st_verify has found that the checksum is
-     * right. */
+    /* Hashes of the blocks of the tensor's bytes. `blocks` is NULL until ps_st_verify has verified the tensor's
+     * checksum. */
     uint64_t *blocks;
 } st_tensor;
 typedef struct st_meta { const char *key, *value; } st_meta;
@@ -61,17 +61,17 @@ struct ps_st {
 
 /* Reads and checks the header in st->map. The other fields of st must be zero. If this fails, the caller closes st. */
 int st_parse(ps_st *st);
-/* Like ps_st_open, but for bytes in memory. The bytes must not be freed before st is closed. */
+/* Like ps_st_open, but reads `bytes` instead of a file. `bytes` must not be freed before the result is closed. */
 int st_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_st **out);
-/* Compares the header's checksum if the file has checksums. */
+/* If the file has checksums, returns PS_EFORMAT if the header's checksum is wrong. */
 int st_check_header(const ps_st *st);
-/* Checks bytes that were read from the data, starting at byte `at`. It does so only if they belong to a tensor that has
- * been verified. This is necessary because the disk may return other bytes at the second read. Each block of bytes is
- * compared with its hash. If only a part of a block was read, the whole block is read again. Returns PS_EFORMAT if
- * bytes differ. */
+/* Checks bytes that were read from the data, starting at byte `at` of the data. If the bytes belong to a tensor that
+ * ps_st_verify has verified, each block of bytes is compared with its hash. Without this check, a disk could return
+ * other bytes than it returned to ps_st_verify. If only a part of a block was read, the whole block is read again.
+ * Returns PS_EFORMAT if bytes differ. */
 int st_check_read(const ps_st *st, int64_t at, const void *bytes, int64_t nbytes);
 /* Returns the number of elements of a shape, or -1 if the product of the nonzero dimensions overflows. */
 int64_t st_numel(int ndim, const int64_t *shape);
-/* Writes a name to `out` in the form for error messages: shortened and without control characters. Returns out. */
+/* Writes the name to `out` for an error message: shortened and without control characters. Returns `out`. */
 const char *st_shown(const char *name, char out[ST_NAME_SHOWN]);
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writes a safetensors file in a separate thread. The bytes are a copy that the caller does not change while the thread
- * runs. The thread calls only src/io, and all signals are blocked in it. Its error is kept for the thread that waits
- * for it. A saver has one owner, and only the owner may call its functions. */
+  * Writes a safetensors file in a separate thread. The caller passes a copy of the bytes and does not change the copy
+  * while the thread runs. The thread calls only src/io, and blocks all signals. An error of the thread is kept for the
+  * caller that waits for the save. A saver has one owner, and only the owner may call its functions. */
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"
@@ -14,7 +14,8 @@
 struct ps_saver {
     pthread_t thread;
     bool running;               /* true if there is a thread to join */
-    atomic_bool busy;           /* true while the thread works; it sets the fields below before it clears this flag */
+    atomic_bool busy;           /* true while the thread works; the thread clears it after it has set `writer`, `error`
+                                 * and `seconds` */
     ps_stw *writer;
     const void *data;           /* [nbytes] owned by the caller */
     int64_t nbytes;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Parses the header of a safetensors file and checks its contents. The parser accepts only the subset of JSON that the
- * format allows. The input is treated as hostile. There is no recursion, because the grammar has three levels. Each
- * level is a loop.
+ * format allows. The input is treated as hostile. The grammar has three levels. Each level is a loop, and the parser is
+ * not recursive.
  *   header   = { (name : tensor | "__metadata__" : ({ (string : string)* } | null))* }
  *   tensor   = { "dtype" : string, "shape" : [ints], "data_offsets" : [int, int] }
- * The entries of a tensor may have any order, and each occurs exactly once. */
+ * The three entries of a tensor may have any order, and each entry must occur exactly once. */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -37,8 +37,8 @@ int64_t st_numel(int ndim, const int64_t *shape)
 }
 
 /* -- errors ------------------------------------------------------------------------------------------------------ */
-/* Raises an error. The message contains the file, the byte in the file and the fault. If the fault is in a tensor, it
- * also contains that tensor. */
+/* Raises an error. The message contains the file's path, the current position in the file and the text of `fmt`. If a
+ * tensor is being read, the message also contains the tensor's name. */
 static int bad(const parser *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const parser *p, const char *fmt, ...)
 {
@@ -72,7 +72,7 @@ static void skip_space(parser *p)
     while (p->at < p->end && (*p->at == ' ' || *p->at == '\t' || *p->at == '\n' || *p->at == '\r')) p->at++;
 }
 
-/* Returns the next character in the form for error messages. */
+/* Returns a text for error messages that shows the next character. */
 static const char *next_shown(const parser *p, char out[16])
 {
     if (p->at >= p->end) return "the end of the header";
@@ -120,7 +120,7 @@ static int hex4(parser *p, uint32_t *out)
     return 0;
 }
 
-/* Reads a \u escape, or two that form a surrogate pair, and writes the character as UTF-8. */
+/* Reads one \u escape, or two \u escapes that form a surrogate pair. Writes the character as UTF-8. */
 static int unicode_escape(parser *p)
 {
     uint32_t c, low;
@@ -146,8 +146,8 @@ static int unicode_escape(parser *p)
     return 0;
 }
 
-/* Reads a string and writes the decoded text to st->text, with a final 0. There is always enough room: the decoded text
- * is not longer than the string, and the final 0 is shorter than the string's two quotes. */
+/* Reads a string and writes the decoded text to st->text, with a final 0. The text always fits. A decoded text is not
+ * longer than the string in the header, and the final 0 is shorter than the string's two quotes. */
 static int string(parser *p, const char **out)
 {
     static const char plain[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
@@ -219,7 +219,7 @@ static int offsets(parser *p, st_tensor *t)
     return expect(p, ']');
 }
 
-/* Reads the three entries of a tensor. They may have any order, but each must occur exactly once. */
+/* Reads the three entries of a tensor, in any order. Each entry must occur exactly once. */
 static int tensor_fields(parser *p, st_tensor *t)
 {
     enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4 };
@@ -286,7 +286,7 @@ static int metadata(parser *p)
     if (p->has_meta) return bad(p, "'__metadata__' occurs twice");
     p->has_meta = true;
     skip_space(p);
-    /* The reference implementation treats null like a missing entry. */
+    /* Like the reference implementation, treat null as a missing entry. */
     if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {
         p->at += 4;
         return 0;
@@ -315,7 +315,7 @@ static int order_by_place(const void *a, const void *b)
 {
     const st_tensor *s = a, *t = b;
     if (s->begin != t->begin) return s->begin < t->begin ? -1 : 1;
-    if (s->end != t->end) return s->end < t->end ? -1 : 1;      /* empty tensors are first */
+    if (s->end != t->end) return s->end < t->end ? -1 : 1;      /* an empty tensor is before the tensor at its offset */
     return strcmp(s->name, t->name);
 }
 
@@ -329,8 +329,8 @@ static int order_by_key(const void *a, const void *b)
     return strcmp(((const st_meta *)a)->key, ((const st_meta *)b)->key);
 }
 
-/* Sorts all tensors and checks them together. Names must differ, and the byte ranges must not overlap, must not have
- * gaps, and must end at the end of the data. */
+/* Sorts all tensors and checks them together. The names must differ. The byte ranges must cover the data from the first
+ * to the last byte, without gaps and overlaps. */
 static int check_all(ps_st *st)
 {
     char shown[ST_NAME_SHOWN], other[ST_NAME_SHOWN];

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Checksums of safetensors files. They are XXH3 hashes of 64 bits. There is one for each tensor's bytes and one for the
- * header, so together they cover every byte of the file. They are in the header's metadata under "xxh3_64". This key is
- * the first one in a file with checksums. The first 16 hexadecimal digits are the header's checksum. It covers all
- * bytes before the data, with these 16 digits replaced by zeros. Then 16 digits follow for each tensor, in the order of
- * the data. Spaces separate the checksums.
- *
- * The header's checksum is compared when a file is opened. A tensor's checksum is compared by ps_st_verify. If another
- * program has rewritten the file, there are no checksums at that place, and nothing is compared. */
+  * Checksums of safetensors files. A checksum is an XXH3 hash of 64 bits, written as 16 hexadecimal digits. The header
+  * has a checksum, and the bytes of each tensor have a checksum, so that the checksums cover every byte of the file.
+  * They are the value of the key "xxh3_64" in the header's metadata, which is the first key in the file. The value
+  * contains the checksum of the header, followed by the checksums of the tensors in the order of the data. Spaces
+  * separate the checksums. The checksum of the header covers all bytes before the data, with zeros in place of its own
+  * 16 digits.
+  *
+  * Opening a file compares the header's checksum. ps_st_verify compares a tensor's checksum. If another program has
+  * rewritten the file, "xxh3_64" is not the first key, and no checksums are compared. */
 #define XXH_STATIC_LINKING_ONLY                     /* for the size of XXH3_state_t */
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -86,8 +87,8 @@ int st_check_header(const ps_st *st)
                    "again, or use an older one", st->map.path, digits, saved);
 }
 
-/* Sets *out to the text of the checksums, or to NULL if the file has none. Returns PS_EFORMAT if there is not one
- * checksum for each tensor. */
+/* Sets *out to the text of the checksums, or to NULL if the file has no checksums. Returns PS_EFORMAT if the text does
+ * not contain one checksum for the header and one for each tensor. */
 static int sums_of(const ps_st *st, const char **out)
 {
     *out = NULL;
@@ -148,7 +149,7 @@ int ps_st_verify(const ps_st *st, int i)
                    "copy the file again, or use an older one", st->map.path, st_shown(t->name, shown), digits, saved);
 }
 
-/* Returns the index of the tensor that contains byte `at` of the data, or -1 if there is none. */
+/* Returns the index of the tensor that contains byte `at` of the data, or -1 if no tensor contains it. */
 static int tensor_of(const ps_st *st, int64_t at)
 {
     int low = 0, high = st->count - 1;
@@ -161,8 +162,8 @@ static int tensor_of(const ps_st *st, int64_t at)
     return -1;
 }
 
-/* Compares block `k` of a tensor's bytes with its hash. `bytes` points to the block. If it is NULL, the block is read
- * again into *buffer, which the caller frees. */
+/* Compares block `k` of a tensor's bytes with the block's hash. `bytes` points to the block. If `bytes` is NULL, the
+ * block is read from the file into *buffer, which the caller frees. */
 static int check_block(const ps_st *st, const st_tensor *t, int64_t k, const uint8_t *bytes, uint8_t **buffer)
 {
     char shown[ST_NAME_SHOWN];
@@ -178,7 +179,7 @@ static int check_block(const ps_st *st, const st_tensor *t, int64_t k, const uin
                    st_shown(t->name, shown), (long long)(k * BLOCK));
 }
 
-/* Checks the part of block k that was read. `bytes` are bytes [from, end) of the data. */
+/* The caller has read bytes [from, end) of the data into `bytes`. Checks the part of these bytes that is in block k. */
 static int check_part(const ps_st *st, const st_tensor *t, int64_t k, int64_t from, int64_t end, const uint8_t *bytes,
                       uint8_t **buffer)
 {

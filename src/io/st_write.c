@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writes safetensors. The caller first declares all tensors, so that `begin` knows the size of the whole file. `begin`
- * sorts the tensors by descending element size and then by name, reserves the space, and writes the header. Then the
- * caller writes the tensors in any order, whole or in pieces. Meanwhile the checksums (st_sum.c) are computed. Commit
- * writes the header again, with the checksums. The file gets its name at commit, when it is complete and on the
- * disk. */
+  * sorts the tensors by descending element size and then by name, reserves the space, and writes the header. Then the
+  * caller writes the tensors in any order, whole or in pieces. Each write also updates the tensor's checksum
+  * (st_sum.c). Commit writes the header again, with the checksums. The file gets its name at commit, when it is
+  * complete and on the disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -24,7 +24,7 @@ typedef struct stw_tensor {
     int64_t nbytes, begin;      /* begin: offset in bytes from the start of the data */
     int64_t written;            /* number of bytes that were written */
     st_sum *sum;                /* checksum of the bytes that were written */
-    uint64_t checksum;          /* checksum of all bytes, when all were written */
+    uint64_t checksum;          /* checksum of all bytes; valid after all bytes were written */
 } stw_tensor;
 typedef struct stw_meta { char *key, *value; } stw_meta;
 
@@ -38,7 +38,7 @@ struct ps_stw {
     int count, room, meta_count, meta_room;
     bool sums;
     text header;                /* with checksums: the header, which is kept from begin to commit */
-    int64_t data_start;         /* offset in the file; a multiple of 64, or of 4096 with checksums */
+    int64_t data_start;         /* offset in the file; a multiple of 64; with checksums, a multiple of 4096 */
     int64_t data_nbytes;
 };
 
@@ -216,8 +216,9 @@ static int lay_out(ps_stw *w, int64_t *data_nbytes)
     return 0;
 }
 
-/* Writes the header's length and the JSON to `t`. The JSON is padded so that the data begins at a multiple of 64 bytes
- * and every tensor is aligned in a map. The digits of the checksums are zeros. */
+/* Writes the header's length and the JSON to `t`. The JSON is padded so that the data begins at a multiple of 64 bytes,
+ * or of 4096 bytes if the file has checksums. Therefore every tensor is aligned in a map. The digits of the checksums
+ * are zeros. */
 static int print_header(const ps_stw *w, text *t)
 {
     bool has_format = false;
@@ -237,7 +238,7 @@ static int print_header(const ps_stw *w, text *t)
         put(t, ":", 1);
         put_string(t, w->meta[i].value);
     }
-    if (!has_format) {          /* transformers rejects a file without this entry */
+    if (!has_format) {          /* transformers rejects a file without a format */
         if (w->meta_count || w->sums) put(t, ",", 1);
         put(t, "\"format\":\"pt\"", 13);
     }

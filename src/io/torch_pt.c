@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reads PyTorch's .pt files. It opens and maps a file, checks the archive (zip.c) and the pickle (pickle.c), and lends
- * their contents. It needs memory for the archive's directory, for a copy of data.pkl, and for the values, which have
- * about the size of data.pkl. For a state dict this is some hundred bytes per tensor. The bytes of a tensor are not
- * read until they are requested. They are then copied directly from the map, one tensor at a time. ps_pt_drop frees the
- * pages. */
+  * Reads PyTorch's .pt files. Opening maps a file and checks the archive (zip.c) and the pickle (pickle.c). After that,
+  * the values and the bytes of tensors can be read. A ps_pt allocates memory for the archive's directory, for a copy of
+  * data.pkl, and for the values, which have about the size of data.pkl. For a state dict, this memory is some hundred
+  * bytes per tensor. The bytes of a tensor are read when the caller requests them. They are copied directly from the
+  * map, one tensor at a time. ps_pt_drop frees the pages of the map. */
 #define _GNU_SOURCE
 #include "io/torch_pt.h"
 #include "base/alloc.h"
@@ -14,7 +14,7 @@
 #define CONVERT "; in PyTorch: torch.save(torch.load(\"%s\", map_location=\"cpu\"), \"new.pt\")"
 
 /* -- opening ----------------------------------------------------------------------------------------------------- */
-/* Recognizes other file formats, to report them as such. Otherwise they would be reported as damaged archives. */
+/* Recognizes other file formats, so that the error names the format instead of a damaged archive. */
 static int check_format(const ps_map *map)
 {
     static const uint8_t magic[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19 };
@@ -51,7 +51,7 @@ static int find_pickle(ps_pt *pt, int *pickle)
                    pt->archive.map.path);
 }
 
-/* Returns the index of the entry "prefix/name", or -1 if there is none. */
+/* Returns the index of the entry "prefix/name", or -1 if the archive has no such entry. */
 static int find_beside(const ps_pt *pt, const char *name)
 {
     size_t n = strlen(pt->prefix);
@@ -88,7 +88,7 @@ static int read_archive(ps_pt *pt)
     return pk_read(p);
 }
 
-/* Opens the file in `map`. Becomes the owner of `map`, even if it fails. */
+/* Opens the file in `map`. If this fails, the function closes `map`. Otherwise the result owns `map`. */
 static int open_map(ps_map *map, ps_pt **out)
 {
     ps_pt *pt = ps_alloc0(sizeof *pt);

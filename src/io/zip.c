@@ -17,7 +17,8 @@ enum { END_SIZE = 22, LOCATOR_SIZE = 20, END64_SIZE = 56, ENTRY_SIZE = 46, LOCAL
 /* Maximum size of a directory in bytes. This is enough for about four million storages. */
 #define MAX_DIRECTORY ((int64_t)256 << 20)
 
-/* -- checksum: with tables, sixteen bytes per step, or with carry-less products if the processor has them */
+/* -- checksum. crc_by_table() processes sixteen bytes per step with tables. crc_by_products() uses carry-less products,
+ * if the processor supports them. */
 enum { CRC_STEP = 16, FOLD_STEP = 64 };
 static uint32_t table[CRC_STEP][256];       /* [t][b] checksum of byte b followed by t zero bytes */
 
@@ -45,7 +46,7 @@ static uint32_t load32(const uint8_t *p)
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
-/* Returns the register after n more bytes. The register before and after is the complement of the checksum. */
+/* Updates the register c with n bytes and returns it. The register is the complement of the checksum. */
 static uint32_t crc_by_table(uint32_t c, const uint8_t *p, int64_t n)
 {
     for (; n >= CRC_STEP; p += CRC_STEP, n -= CRC_STEP) {
@@ -60,16 +61,18 @@ static uint32_t crc_by_table(uint32_t c, const uint8_t *p, int64_t n)
 }
 
 #ifdef __x86_64__
-/* Moves x ahead in the message by 16 bytes, or by 64 bytes with the other factors, and adds the bytes at that position.
- * For a distance of d bits the factors are x^(d + 31) and x^(d - 33) modulo the polynomial, reflected. */
+/* Moves the 16 bytes x forward by a distance of d bits in the message, and adds them to the bytes `there`. `factors`
+ * determines d, which is 128 or 512. The factors are X^(d + 31) and X^(d - 33) modulo the polynomial in X,
+ * reflected. */
 __attribute__((target("pclmul,sse4.1"))) static inline __m128i fold(__m128i x, __m128i factors, __m128i there)
 {
     return _mm_xor_si128(there, _mm_xor_si128(_mm_clmulepi64_si128(x, factors, 0x00),
                                               _mm_clmulepi64_si128(x, factors, 0x11)));
 }
 
-/* Computes the register after n bytes. n must be a positive multiple of FOLD_STEP. Four lanes fold the message into
- * sixteen bytes. These sixteen bytes lead to the same register as the whole message. */
+/* Updates the register c with n bytes and returns it. n must be a positive multiple of FOLD_STEP. Four lanes fold the
+ * message into sixteen bytes. crc_by_table() computes the same register from these sixteen bytes as from the whole
+ * message. */
 __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_products(uint32_t c, const uint8_t *p, int64_t n)
 {
     const __m128i by64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by16 = _mm_set_epi64x(0xccaa009e, 0x1751997d0);
@@ -117,7 +120,7 @@ static bool has_mark(const uint8_t *p, int a, int b) { return p[0] == 'P' && p[1
 
 typedef struct directory { int64_t begin, nbytes; uint64_t count; } directory;
 
-/* Returns the offset of the record at the end of the file, or -1 if there is none. A comment may follow the record. */
+/* Returns the offset of the end record, or -1 if the file has no end record. A comment may follow the end record. */
 static int64_t find_end(const zip *z)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -126,8 +129,8 @@ static int64_t find_end(const zip *z)
     return -1;
 }
 
-/* Reads the values that did not fit into the old record from the ZIP64 record. `end` is the offset of the old
- * record. */
+/* If the file has a ZIP64 record, reads the values from it that did not fit into the end record. `end` is the offset of
+ * the end record. */
 static int read_end64(const zip *z, int64_t end, uint64_t *count, uint64_t *nbytes, uint64_t *begin, int64_t *limit)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -159,7 +162,8 @@ static int find_directory(const zip *z, directory *d)
     return 0;
 }
 
-/* Replaces sizes and offsets whose value means "see ZIP64". Their real values are in the extra fields [n]. */
+/* Replaces each size or offset in `fields` that is 0xffffffff. This number means that the value is in the ZIP64 field
+ * of the n bytes `extra`. */
 static int read_wide(const zip *z, const char *name, const uint8_t *extra, int64_t n, uint64_t *const fields[3])
 {
     if (*fields[0] != 0xffffffff && *fields[1] != 0xffffffff && *fields[2] != 0xffffffff) return 0;
@@ -182,7 +186,7 @@ static int read_wide(const zip *z, const char *name, const uint8_t *extra, int64
     return bad(z, "entry '%.100s' has no 64-bit sizes", name);
 }
 
-/* Compares one entry of the directory with the file and with the entry's own header. */
+/* Reads one entry of the directory at p. Checks that the entry is inside the file and agrees with its local header. */
 static int place_entry(zip *z, const directory *d, const uint8_t *p, zip_entry *e)
 {
     uint64_t packed = load(p + 20, 4), nbytes = load(p + 24, 4), header = load(p + 42, 4);
@@ -273,7 +277,7 @@ int zip_verify(zip *z, int i)
     for (int64_t left = e->nbytes, n; left > 0; from += n, left -= n) {
         n = left < VERIFY_PIECE ? left : VERIFY_PIECE;
         crc = zip_crc32(crc, from, n);
-        if (e->nbytes > VERIFY_PIECE) ps_map_drop(&z->map, from, n);   /* a large entry is never completely in memory */
+        if (e->nbytes > VERIFY_PIECE) ps_map_drop(&z->map, from, n);   /* keep at most one piece of a large entry */
     }
     if (crc != e->crc)
         return ps_fail(PS_EFORMAT, "%s: the bytes of '%.100s' are damaged: their checksum is not the checksum in the "

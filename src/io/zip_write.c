@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writes ZIP archives of entries that are not compressed. All sizes are known before the first byte is written, so all
- * positions are known, too. An entry's header is written after the entry's last byte, when its checksum is known. The
- * data of each entry begins at a multiple of 64 bytes. As in PyTorch, an extra field contains the padding. No clock is
- * read, so equal contents result in equal files. */
+  * positions are known, too. An entry's header is written after the entry's last byte, when the entry's checksum is
+  * known. The data of each entry begins at a multiple of 64 bytes. As in PyTorch, an extra field contains the padding.
+  * No clock is read, so equal contents result in equal files. */
 #include "io/zip.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -47,7 +47,7 @@ static uint8_t *store_mark(uint8_t *p, int a, int b)
 {
     return store(p, 'P' | 'K' << 8 | (uint64_t)a << 16 | (uint64_t)b << 24, 4);
 }
-/* Stores a size or an offset in its narrow field. If the value is in the ZIP64 record, stores all ones instead. */
+/* Stores n, a size or an offset, in its field of 4 bytes. If n is stored as ZIP64, stores 0xffffffff instead. */
 static uint8_t *store_narrow(const zipw *w, uint8_t *p, int64_t n)
 {
     return store(p, wide(w, n) ? 0xffffffff : (uint64_t)n, 4);
@@ -73,8 +73,8 @@ static int lay_out(zipw *w)
     return 0;
 }
 
-/* Stores the fields that a local header and a directory entry have in common. The first one is the flags, and the last
- * one is the length of the extra field. */
+/* Stores the fields that a local header and a directory entry have in common. The first field is the version that a
+ * reader needs, and the last field is the length of the extra field. */
 static uint8_t *store_common(const zipw *w, uint8_t *p, const zipw_entry *e, int needs, int extra)
 {
     p = store(store(p, (uint64_t)needs, 2), UTF8_NAMES, 2);
