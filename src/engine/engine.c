@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file trains parameters that are in chunks. It stores their gradients during backward, and then updates the
- * parameters. The tape calls this file through ps_hooks. The tape asks where to write a gradient, and reports when a
- * gradient is complete. The results are identical to those of the plain optimizer, bit for bit. */
+  * This file trains parameters that are in chunks. It stores their gradients during backward, and updates the
+  * parameters after backward. The tape calls this file through ps_hooks. The tape asks where to write a gradient, and
+  * reports when a gradient is complete. The plain optimizer computes the same parameters, bit for bit. */
 #include "engine/engine.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -78,7 +78,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     if (squares) PS_TRY(square_place(e, r, which, &all[1]));
     int rc = engine_run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
     if (all[1]) ps_tensor_release(all[1]);
-    /* Marks the slot even if the op failed, because the op may have overwritten the value. */
+    /* Mark the slot even if the op failed, because the op may have overwritten the value of the parameter. */
     if (slot) set_taken(r, true);
     PS_TRY(rc);
     r->square = 0;
@@ -91,11 +91,11 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 
 static int update_unit(ps_engine *e, int32_t unit);
 
-/* While backward runs, up to this number of complete units wait for their update. Meanwhile the gradients of the oldest
- * units are copied from the device. */
+/* The maximum number of complete units that wait for their update while backward runs. While a unit waits, its
+ * gradients are copied from the device. */
 enum { LAG = 2 };
 
-/* Updates the units whose gradients are complete, starting with the oldest, until only `keep` units are left. */
+/* Updates the units in `pending`, starting with the oldest unit, until only `keep` units are left in `pending`. */
 static int update_pending(ps_engine *e, int32_t keep)
 {
     while (e->n_pending > keep) {
@@ -124,15 +124,15 @@ static bool reduces_every_time(const ps_engine *e)
     return e->zero && e->zero->stage >= 2 && !e->zero->once && e->n_params > 0 && e->params[0].place;
 }
 
-/* Returns true if engine_store should also compute the sum of squares. This is the case in the last backward of a
- * step that has a norm, because no later backward adds to the gradients. */
+/* Returns true if engine_store should also sum the squares of a gradient. This is the case in the last backward of a
+ * step that has a norm, because no later backward changes the gradients. */
 static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
 
 int engine_make_final(ps_engine *e, param_rec *r)
 {
     if (r->final || r->updated || (r->waits && !e->summing_ties)) return 0;
     if (e->ctx->dry.replay && !e->summing_ties && !ps_step_is_last(e->step))
-        ps_replay_spoil(e->ctx);                                 /* a replay cannot send the sums to other ranks */
+        ps_replay_spoil(e->ctx);                                 /* a replay cannot repeat the sum over the ranks */
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
@@ -148,13 +148,13 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     ps_engine *e = ctx->engine.open;
     param_rec *r = leaf->managed;
-    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage also uses it */
+    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage also uses r */
     if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return engine_make_final(e, r);
 }
 
-/* Marks the gradients of a virtual stage as not final. If vstage is -1, this applies to all virtual stages. */
+/* Marks the gradients of a virtual stage as not final. If vstage is -1, marks the gradients of all virtual stages. */
 static void none_final(ps_engine *e, int32_t vstage)
 {
     for (int32_t i = 0; i < e->n_params; i++)
@@ -166,8 +166,8 @@ static void none_final(ps_engine *e, int32_t vstage)
     }
 }
 
-/* Called when the memory of the parameters contains values again instead of gradients. All ranks may then read and
- * gather the parameters. */
+/* Called when the memory of the parameters contains values again instead of gradients. After this call, all ranks may
+ * read and gather the parameters. */
 static void values_back(ps_engine *e)
 {
     for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) set_taken(&e->params[i], false);
@@ -213,8 +213,7 @@ static int check_states(const ps_update_group *g, const param_rec *r)
 
 static int per_call(const ps_update_group *g) { return PS_MAX_IN / (3 + g->n_states); }
 
-/* Updates n parameters of one group with one op. All of them must have the same number of updates so far, and the
- * same scale. */
+/* Updates n parameters of one group with one op. All n parameters must have the same `t` and the same `scale`. */
 static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
 {
     ps_tensor *in[PS_MAX_IN], *moved[PS_MAX_IN] = { NULL }, *all[PS_MAX_OUT] = { NULL };
@@ -256,15 +255,15 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
     return rc;
 }
 
-/* Returns true if a parameter is updated on the host. This is the case if its unit is placed there, or if ops use the
- * parameter there. */
+/* Returns true if a parameter is updated on the host. This is the case if its unit is placed on the host, or if ops use
+ * the parameter on the host. */
 static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_rec *r)
 {
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
 }
 
-/* Called after the update of a unit. If no gradients of the unit are left, discards the contents of its gradient
- * chunk. The chunk is then not moved. */
+/* Called after the update of a unit. If no gradients of the unit are left, discards the contents of its gradient chunk,
+ * so that the chunk is not moved. */
 static int gradients_end(ps_engine *e, int32_t unit)
 {
     int32_t chunk = e->units[unit].grad_chunk;
@@ -322,7 +321,7 @@ int ps_engine_update(ps_ctx *ctx)
     return 0;
 }
 
-/* Restores a parameter's value from its master. Until then, the memory of the parameter contains the gradient or
+/* Restores a parameter's value from its master. Before the call, the memory of the parameter contains the gradient or
  * undefined bytes. */
 static int restore(ps_engine *e, param_rec *r)
 {
@@ -394,7 +393,7 @@ int engine_unit_reduces(ps_engine *e, int32_t unit)
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
         if (r->param->grad_) continue;
         if (reduces_every_time(e) && !r->owned) PS_TRY(engine_fill_zero(e, r->place));
-        if (r->slot && !r->place) set_taken(r, true);     /* the sum overwrites this value, too */
+        if (r->slot && !r->place) set_taken(r, true);     /* the sum also overwrites this parameter's value */
     }
     return 0;
 }
@@ -404,8 +403,8 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
     param_rec *r;
     bool mine = false;
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
-        /* If this parameter has a gradient, it stays marked as taken until values_back. Otherwise its owner restores
-         * the value now. */
+        /* Another rank owns this parameter. If the parameter has a gradient, its memory stays marked as taken until
+         * values_back(). Otherwise the owner restores the value in this call. */
         if (!r->owned) {
             if (!r->param->grad_) set_taken(r, false);
             PS_TRY(drop_grad(r));
@@ -429,14 +428,14 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 int engine_drop_grads(ps_engine *e)
 {
     int result = 0;
-    /* This also includes parameters of other ranks. Their owners restore the values. */
+    /* values_back() marks the parameters that other ranks own as restored. Their owners restore the values. */
     if (e->zero) values_back(e);
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->in_slot) {
             int rc = restore(e, r);
             if (rc < 0) {
-                result = rc;                             /* continues with the other parameters */
+                result = rc;                             /* continue with the next parameter */
                 continue;
             }
         }
@@ -506,7 +505,7 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
     ps_tensor *own[] = { r->param, r->master, r->place };
     for (int k = 0; k < 3; k++) if (own[k]) ps_tensor_retain(own[k]);
     r->owned = r->master != NULL;
-    /* A master of this type contains only the remainders of the values, so the update also needs the values. */
+    /* A PS_U8 master contains only the remainders of the values, so the update also needs the values. */
     bool apart = r->master && r->master->dtype_ == PS_U8;
     if (r->param->dtype_ != PS_F32 && p->tie != PS_TIE_USE && !apart) {
         PS_TRY(slot_view(r->param, &r->slot));
@@ -631,7 +630,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
                        "stage", unit, other, vstage);
     }
     for (int u = 0; u < n_units; u++) e->first[u + 1] += e->first[u];
-    for (int i = 0; i < n; i++) {                     /* a counting sort by unit; new_step resets n_final afterwards */
+    for (int i = 0; i < n; i++) {                     /* a counting sort by unit; new_step later sets n_final to 0 */
         int32_t u = e->params[i].unit;
         if (u >= 0) e->order[e->first[u] + e->units[u].n_final++] = i;
         if (e->params[i].tie != PS_TIE_USE) e->params[i].param->managed = &e->params[i];
@@ -642,7 +641,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     int rc = ties_find(e);
     if (rc == 0) rc = partial_make(e);
     if (rc < 0) release_params(e);
-    else ps_chunks_trim(e->chunks);                       /* frees unused memory, because the layout is complete */
+    else ps_chunks_trim(e->chunks);                       /* no more chunks are added, so free unused memory */
     return rc;
 }
 
@@ -737,7 +736,7 @@ static void engine_free(ps_engine *e)
     ps_chunks_close(e->chunks);
     trace_free(e);
     ps_free(e);
-    step_give_back(step);                  /* must be last, because the calls above use the step */
+    step_give_back(step);                  /* last, because the calls above use the step */
 }
 
 void ps_engine_close(ps_ctx *ctx)

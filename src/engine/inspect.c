@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file provides scripts with information about chunks, tiers, and the time spent waiting for copies. */
+ * Functions with which scripts query chunks, tiers, and the time that ops have waited for copies. */
 #include "base/error.h"
 #include "engine/engine.h"
 

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file computes the norm of all gradients. It first sums the squares of each parameter. It then adds these sums
- * in the order of the model (ps_param.number), which does not depend on ranks or virtual stages. A model that is
- * split into virtual stages therefore has the same norm, bit for bit. */
+  * This file computes the norm of all gradients. It first sums the squares of each parameter's gradient. It then adds
+  * these sums in the order of the parameters in the model (ps_param.number). This order does not depend on ranks or
+  * virtual stages. Therefore the norm is the same, bit for bit, if the model is cut into virtual stages. */
 #include <string.h>
 #include "base/error.h"
 #include "engine/engine.h"
 
-/* Reads the sums of squares of each device with one copy, so that the host waits for the device only once. */
+/* Reads all sums of squares that are on a device with one copy, so that the host waits for the device only once. */
 static int read_squares(ps_engine *e)
 {
     for (int which = 0; which < 2; which++) {
@@ -26,7 +26,7 @@ static int read_squares(ps_engine *e)
     return 0;
 }
 
-/* Makes the sums of squares of all parameters known to every rank. */
+/* Sends the sum of squares of each parameter from the parameter's owner to all ranks. */
 static int share_squares(ps_engine *e)
 {
     if (!e->zero || e->step->dry) return 0;
@@ -36,7 +36,8 @@ static int share_squares(ps_engine *e)
     return 0;
 }
 
-/* For each parameter, adds the sums of squares of its shards on the tensor-parallel ranks. */
+/* For each split parameter, adds the sums of squares of its shards on the tensor-parallel ranks. For any other
+ * parameter, all ranks get the sum of rank 0. */
 static int add_pieces(ps_engine *e)
 {
     if (!e->tp) return 0;
@@ -49,7 +50,7 @@ static int add_pieces(ps_engine *e)
     return 0;
 }
 
-/* Fills by_number with the sums of squares of the parameters of all stages. Shared parameters are counted once. */
+/* Fills by_number with the sums of squares of the parameters of all stages. A shared parameter is counted once. */
 static int of_all_stages(ps_engine *e)
 {
     memset(e->by_number, 0, sizeof *e->by_number * (size_t)e->n_numbers);
@@ -61,8 +62,8 @@ static int of_all_stages(ps_engine *e)
     return e->pipe_ranks && !e->step->dry ? e->pipe_ranks->table->sum(e->pipe_ranks, e->by_number, e->n_numbers) : 0;
 }
 
-/* Returns true if the squares must be summed now. This is the case if backward has not summed them, or if a script
- * has written to the gradient since then. */
+/* Returns true if the squares of the gradient must be summed now. This is the case if backward has not summed the
+ * squares, or if a script has written to the gradient after backward summed them. */
 static bool needs_squares(const param_rec *r)
 {
     return r->param->grad_ && (!r->squared || r->version != r->param->grad_->storage->version);

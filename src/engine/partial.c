@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file sums gradients over the tensor-parallel ranks. It handles weights of norms and biases (PS_TP_PARTIAL).
- * Each rank applies these parameters only to its own rows, so each rank has only an addend of their gradient.
+ * This file sums the gradients of PS_TP_PARTIAL parameters over the tensor-parallel ranks. Such parameters are biases
+ * and the weights of norms. Each rank applies them only to its own rows, so it has only an addend of their gradient.
  *
- * All addends are copied to one fp32 tensor, summed in one exchange per step, and copied back. Therefore a gradient
- * of a half type is rounded only once, and all ranks get identical bits. The exchange runs after the sum over the
- * batch, and before the norm and the update. If parameters wait for other virtual stages (ties.c), the exchange waits
- * for them, too. */
+  * Once per step, each rank copies its addends to one fp32 tensor, the ranks exchange and sum these tensors, and each
+  * rank copies the sums back. Therefore a gradient of a half type is rounded only once, and all ranks get identical
+  * bits. The exchange runs after the last micro-batch, and before the norm and the update. If gradients wait for other
+  * virtual stages (ties.c), the exchange runs after these virtual stages. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "engine/engine.h"
@@ -60,7 +60,8 @@ void partial_free(ps_engine *e)
     e->partial = (partial_rec){ .n = 0 };
 }
 
-/* Copies a gradient. The gradient may be on the host even if ops run on a device, because of ps_engine_set_device. */
+/* Copies a gradient from `from` to `to`. The tensors may be on different devices, because ps_engine_set_device can
+ * place a gradient on the host while ops run on a device. */
 static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
 {
     ps_tensor *moved = NULL, *all[PS_MAX_OUT] = { NULL };
@@ -86,8 +87,8 @@ static int fill(ps_engine *e)
     return ps_tensor_write(e->partial.marks, e->partial.values, k * (int64_t)sizeof *e->partial.values);
 }
 
-/* Checks for each parameter that either all ranks or no rank have a gradient. All ranks report the same first
- * parameter for which this is not true. */
+/* Checks for each parameter that all ranks have a gradient or that no rank has a gradient. If this is not true of
+ * several parameters, all ranks report the first of these parameters. */
 static int check_marks(ps_engine *e)
 {
     int32_t k = 0;
@@ -115,7 +116,7 @@ static int exchange(ps_engine *e)
 int partial_sum(ps_engine *e)
 {
     if (e->partial.n == 0) return 0;
-    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* the exchange is not repeated if a later part fails */
+    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* if this function failed after the exchange, skip it */
     e->partial.exchanged = true;
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];

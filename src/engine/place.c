@@ -57,7 +57,7 @@ int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int devi
     PS_TRY(engine_meta_like(e, like, dtype, device, &meta, &nbytes));
     PS_TRY(ps_chunk_storage_new(e->chunks, chunk, offset, nbytes, name, &s));
     int rc = ps_tensor_over(ctx, s, &meta, device, out);
-    if (rc < 0) ps_chunk_storage_undo(e->chunks, s);         /* allows the caller to try again */
+    if (rc < 0) ps_chunk_storage_undo(e->chunks, s);         /* so that the caller can try again */
     return rc;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file measures how fast this machine runs Adam and how fast it copies. The plan uses these rates to decide
- * where Adam runs. A trial runs the same kernels and copies as a real step, but in its own memory. Only
- * lua/ps/engine/plan/rates.lua calls this file. It does so between steps. */
+  * This file measures how fast this machine runs Adam, and how fast it copies data between the host and the device. The
+  * plan uses these rates to decide where Adam runs. A trial runs the same kernels and copies as a real step, but in
+  * memory that is allocated for the trial. Only lua/ps/engine/plan/rates.lua calls this file, between steps. */
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"
@@ -13,8 +13,8 @@ static const int64_t most_numel = (int64_t)32 << 20, least_numel = 16 << 10;
 static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
-/* The memory of a trial on the device or on the host. It has `numel` bf16 parameters with fp32 masters and averages,
- * and one copy buffer for each direction. The gradients share the memory of the parameters. */
+/* The memory of a trial on the device or on the host. The memory contains `numel` bf16 parameters, their fp32 masters
+ * and averages, and one copy buffer for each direction. The gradients share the memory of the parameters. */
 typedef struct side {
     ps_backend *be;
     /* state: memory region of the parameters, masters and averages
@@ -113,14 +113,14 @@ static int lane_begin(lanes *l, int up, int n)
     return 0;
 }
 
-/* Frees the copies of one direction that have ended. If `block` is set, waits for all copies of that direction.
- * Returns 1 if no copy is left, and 0 otherwise. */
+/* Frees the completed copies of one direction: to the device if `up` is 1, to the host if `up` is 0. If `block` is set,
+ * first waits for all copies of this direction. Returns 1 if no copy is left, and 0 otherwise. */
 static int lane_poll(lanes *l, int up, bool block)
 {
     while (l->ended[up] < l->begun[up]) {
         int rc = l->device->be->copy_wait(l->device->be, l->copy[up][l->ended[up]], block);
         if (rc == 0) return 0;
-        l->ended[up]++;                                      /* copy_wait has freed the copy even if it failed */
+        l->ended[up]++;                                      /* copy_wait has freed the copy, even if the copy failed */
         if (rc < 0) return rc;
     }
     return 1;
@@ -142,8 +142,8 @@ static void rest(void)
     nanosleep(&t, NULL);
 }
 
-/* Measures the copy rates of both directions while both are busy. The rates are in bytes per second. The first copies
- * are not counted, because they may have to pin memory. */
+/* Measures the copy rate of each direction, in bytes per second, while copies run in both directions. The first copy of
+ * each direction is not measured, because it may have to pin memory. */
 static int copies(lanes *l, double *up_rate, double *down_rate)
 {
     double seconds[2] = { 0 };
@@ -190,7 +190,7 @@ static int host_adam(lanes *l, double *rate)
             spent[k - 1] = x;
         }
     }
-    /* Uses the lower quartile, because other programs slow down some of the rounds. */
+    /* Use the lower quartile of the times, because other programs slow down some of the slices. */
     *rate = (double)slice / spent[SLICES / 4];
     return 0;
 }
@@ -202,8 +202,8 @@ static int settle(const side *s)
     return s->be->copy_out(s->be, &word, s->stream[1], sizeof word);
 }
 
-/* Measures the update rate of the device in parameters per second. Also measures the fraction of the time in which
- * the calling thread is free. Returns both values of the fastest round. */
+/* Runs several rounds of updates on the device. Sets *rate to the rate of the fastest round in parameters per second.
+ * Sets *at_once to the fraction of this round's time in which the calling thread was free. */
 static int device_adam(const side *s, double *rate, double *at_once)
 {
     int passes = 1;
@@ -258,7 +258,7 @@ int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates
         if (rc == 0) rc = measure(&d, &h, out);
         side_free(&d);
         side_free(&h);
-        /* If memory ran out, the next trial uses half as much. */
+        /* If there was not enough memory, the next trial uses half of it. */
         nbytes /= 2;
     } while (rc == PS_ENOMEM && nbytes >= 4 * least_copy);
     out->seconds = ps_now() - began;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file enforces the order of a training step: forward, backward, reduce, norm, update. A step has a table of
- * these actions (struct ps_step in base/step.h). Only this file changes the table. A script gets an error if it runs
- * an action that is not due. If there is an engine, the step also records which chunks its actions use (trace.c).
- * Without chunks there is no engine. */
+  * This file enforces the order of the actions in a training step: forward, backward, reduce, norm, update. A step has
+  * a table of its actions (struct ps_step in base/step.h). Only this file changes the table. A script gets an error if
+  * it requests an action that is not due. If an engine is open, the step also records which chunks its actions use
+  * (trace.c). A model without chunks has no engine. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -14,7 +14,7 @@ static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward
 
 enum { MAX_VSTAGES = 1 << 16 };
 
-/* For each action, the call with which a script requests it. Errors contain this text. */
+/* For each kind of action, the call with which a script requests the action. Errors contain this text. */
 static const char *const calls[PS_ACT_COUNT] = {
     "", " (model(...) with gradients; use ps.no_grad for an evaluation)", " (model:backward)", "",
     "", "", " (optimizer:step())", " (optimizer:step())" };
@@ -108,9 +108,11 @@ static int out_of_order(const ps_step_config *c, int32_t at)
                    "others", at, a->micro, a->vstage);
 }
 
-/* Checks that each virtual stage runs its WEIGHT actions in the order of its INPUT actions. Otherwise the order of
- * sums would depend on the table. Sets *ahead in two cases: the table defers weight gradients, or a forward of a
- * virtual stage begins before the backward of an earlier forward of that stage. */
+/* Checks that each virtual stage runs its WEIGHT actions in the order of its INPUT actions, and runs no BACKWARD action
+ * between an INPUT action and its WEIGHT action. Otherwise the order in which gradients are added would depend on the
+ * table. Sets *ahead to true in two cases:
+ *   - The table has INPUT actions, which defer weight gradients.
+ *   - A forward of a virtual stage begins before the backward of the preceding forward of the same virtual stage. */
 static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
 {
     *ahead = false;
@@ -284,15 +286,16 @@ static int add_norm(ps_step *s)
     return 0;
 }
 
-/* Returns true if a norm can be inserted into the table. Three conditions must hold: an update is due, no update has
- * freed a gradient yet, and the table has no norm. */
+/* Returns true if a norm can be inserted into the table. An update must be due, the table must have no norm, no update
+ * must have begun (an update frees gradients), and the step must not be a dry run. */
 static bool takes_norm(const ps_step *s)
 {
     return due(s).kind == PS_ACT_UPDATE && s->actions[s->cursor - 1].kind != PS_ACT_NORM && !s->is.updating && !s->dry;
 }
 
-/* Finds the requested action in the table. A script may request the action that is due. It may also repeat the
- * forward whose backward is due. If a forward is due, the script may skip it and request its backward. */
+/* Sets *at to the index of the requested action in the table. A script may request the action that is due. If a
+ * backward is due, the script may repeat the forward of this backward. If a forward is due, the script may skip it and
+ * request its backward. */
 static int place_of(const ps_step *s, int kind, int32_t *at)
 {
     ps_action a = due(s);
@@ -335,8 +338,8 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     return 0;
 }
 
-/* Returns a measure of how full the first tier is: 2 if less than an eighth of it is free, 1 if less than half of it
- * is free, and 0 otherwise. */
+/* Returns how full the first tier is: 2 if less than an eighth of its budget is free, 1 if less than half is free, and
+ * 0 otherwise. */
 static int crowded(const ps_step *s)
 {
     ps_tier_info tier;
@@ -346,11 +349,11 @@ static int crowded(const ps_step *s)
     return tier.free < tier.budget / 8 ? 2 : 1;
 }
 
-/* Returns 1 if Lua's garbage collector should run now. Only the collector frees small tensors, and a walk cannot call
- * it. A plan reserves memory for the small tensors of PS_UNCOLLECTED micro-batches. Therefore, when the tier is half
- * full, the collector runs once per PS_UNCOLLECTED micro-batches. If the tier is nearly full, the collector runs
- * every time, because kernels may need workspace that a dry run did not detect. A simulated machine needs no such
- * workspace. */
+/* Returns 1 if Lua's garbage collector should run now. Only the collector frees small tensors, and it cannot run during
+ * a walk. A plan reserves memory for the small tensors of PS_UNCOLLECTED micro-batches. Therefore, if the first tier is
+ * at least half full, the collector runs once per PS_UNCOLLECTED micro-batches. If the first tier is nearly full, the
+ * collector runs at every call, because kernels may need workspace that a dry run did not detect. A simulated machine
+ * needs no such workspace. */
 int ps_step_collects(ps_step *s)
 {
     int level = crowded(s);
@@ -397,7 +400,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     return 0;
 }
 
-/* Returns true if a later reduction of the table completes the sums of the present action. */
+/* Returns true if a later reduction in the table completes the sums that the current action has added to. */
 static bool reduction_follows(const ps_step *s)
 {
     for (int32_t i = s->at + 1; i < s->n_actions; i++) {
@@ -418,7 +421,7 @@ int ps_step_done(ps_step *s)
     if (e && added) PS_TRY(engine_backward_done(e));
     if (e && (kind == PS_ACT_REDUCE || (added && !reduction_follows(s)))) PS_TRY(engine_gradients_whole(e));
     if (added) s->is.micro++;
-    /* Adds the weight once per micro-batch. */
+    /* Add the weight of a micro-batch only once. */
     if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;
     action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;

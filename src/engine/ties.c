@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file handles parameters that several virtual stages share. An example is an embedding that is also the weight
- * of the head. Each use of such a parameter has its own sum. The backwards of the use's virtual stage add to this sum
- * in the order of micro-batches. After all backwards, the sums of this rank are added in the order of virtual stages.
- * Then the sums of all ranks are added in rank order. The result is the final gradient, which is afterwards summed
- * over the ranks that train the same parameters. */
+  * This file handles parameters that several virtual stages share. An example is an embedding that is also the weight
+  * of the head. Each use of such a parameter is in one virtual stage and has its own sum. The gradient of a shared
+  * parameter is computed as follows:
+  *   1. The backwards of a virtual stage add to the sum of its use, in the order of micro-batches.
+  *   2. After all backwards, the sums of this rank are added in the order of virtual stages.
+  *   3. The results of all ranks with a copy are added in rank order. The total is the final gradient.
+  *   4. The final gradient is summed over the ranks that train the same parameters. */
 #include "base/error.h"
 #include "engine/engine.h"
 
@@ -20,8 +22,8 @@ static param_rec *first_use_of(ps_engine *e, const param_rec *r)
     return NULL;
 }
 
-/* Makes grad_ of the tensor point to the gradient of use r. The gradient of the use that grad_ pointed to moves to
- * the `sum` of that use. */
+/* Makes grad_ of the tensor point to the gradient of use r. Before that, saves the pointer in grad_ to `sum` of the use
+ * that it belongs to (t->managed). */
 static void see_as(param_rec *r)
 {
     ps_tensor *t = r->param;

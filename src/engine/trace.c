@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Traces record which chunks a step uses, in the order of their use. They are made by dry runs and by real steps. The
- * engine keeps each trace under an id, and plans the next similar step from it. */
+  * A trace is the list of the chunks that a step uses, in the order of use. Dry runs and real steps record traces. The
+  * engine keeps each trace under an id, and plans the next similar step from the trace. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -46,7 +46,7 @@ static int keep_calls(ps_rank_calls *to, const ps_rank_calls *from)
     return 0;
 }
 
-/* Stores the forward ops of the last dry run in r. Stores none if there is not enough memory. */
+/* Stores the forward ops of the last dry run in r. If there is not enough memory, stores no ops. */
 static void keep_ops(trace_rec *r, const ps_ctx *ctx)
 {
     int32_t n = ctx->dry.n_ops;
@@ -55,7 +55,8 @@ static void keep_ops(trace_rec *r, const ps_ctx *ctx)
     r->n_ops = n;
 }
 
-/* Copies `trace` and `gathers` to record `in`. If `in` is NULL, replaces the least recently used record. */
+/* Copies `trace` and `gathers` to record `in`, or to the least recently used record if `in` is NULL. Sets *out to the
+ * id of the record. */
 static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gathers, trace_rec *in, int32_t *out)
 {
     trace_rec *r = in;
@@ -97,16 +98,16 @@ int trace_begin(ps_engine *e, int32_t id)
         gathers_end(e);
         return rc;
     }
-    if (r) r->used_at = ++e->clock;                  /* counts as a use, so that dry runs do not replace this record */
+    if (r) r->used_at = ++e->clock;                  /* mark as used, so that dry runs do not replace r first */
     e->step_trace = id;
     return 0;
 }
 
-/* Returns the number of bytes to reserve for memory that a dry run cannot predict. This includes holes between
- * tensors, and workspace that the backend does not report (ps_backend.scratch_nbytes). */
+/* Returns the number of bytes to reserve on a tier for memory that a dry run cannot predict: holes between tensors, and
+ * workspace that the backend does not report (ps_backend.scratch_nbytes). */
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
-/* Returns the size in bytes of the tensors outside chunks on a tier at present. */
+/* Returns the current size in bytes of all tensors outside chunks on a tier. */
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
@@ -115,8 +116,8 @@ static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
     return real.used;
 }
 
-/* Predicts the peak size in bytes of tensors outside chunks on each tier. The prediction is the sum of the bytes that
- * are used now, the peak of the dry run, and a reserve. */
+/* Predicts the peak size in bytes of the tensors outside chunks on each tier. The prediction is the sum of three sizes:
+ * the current size of these tensors, their peak in the dry run, and a reserve. */
 static void dry_peaks(ps_engine *e, ps_trace *trace)
 {
     ps_ctx *ctx = e->ctx;
@@ -131,8 +132,9 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     }
 }
 
-/* Raises the peaks of the trace to those of the step that has just run, so that the next plan leaves room for them.
- * If no plan fits with the higher peaks, keeps the old peaks. */
+/* Compares the peaks of `trace` with the peaks `seen` in the step that has just run. If a peak of `seen` is higher,
+ * stores it in `trace`, so that the next plan leaves room for it. If no plan fits with the higher peaks, restores the
+ * old peaks. */
 static void count_what_was_seen(ps_engine *e, ps_trace *trace, const ps_trace *seen)
 {
     int64_t expected[PS_TIERS];
