@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * This file computes the norm of all gradients. It first sums the squares of each parameter's gradient. It then adds
-  * these sums in the order of the parameters in the model (ps_param.number). This order does not depend on ranks or
-  * virtual stages. Therefore the norm is the same, bit for bit, if the model is cut into virtual stages. */
+ * This file computes the norm of all gradients. It first sums the squares of each parameter's gradient. It then adds
+ * these sums in the order of the parameters in the model (ps_param.number). This order does not depend on ranks or
+ * virtual stages. Therefore the norm is the same, bit for bit, if the model is cut into virtual stages. */
 #include <string.h>
 #include "base/error.h"
 #include "engine/engine.h"

@@ -2,10 +2,10 @@
  * This file sums the gradients of PS_TP_PARTIAL parameters over the tensor-parallel ranks. Such parameters are biases
  * and the weights of norms. Each rank applies them only to its own rows, so it has only an addend of their gradient.
  *
-  * Once per step, each rank copies its addends to one fp32 tensor, the ranks exchange and sum these tensors, and each
-  * rank copies the sums back. Therefore a gradient of a half type is rounded only once, and all ranks get identical
-  * bits. The exchange runs after the last micro-batch, and before the norm and the update. If gradients wait for other
-  * virtual stages (ties.c), the exchange runs after these virtual stages. */
+ * Once per step, each rank copies its addends to one fp32 tensor, the ranks exchange and sum these tensors, and each
+ * rank copies the sums back. Therefore a gradient of a half type is rounded only once, and all ranks get identical
+ * bits. The exchange runs after the last micro-batch, and before the norm and the update. If gradients wait for other
+ * virtual stages (ties.c), the exchange runs after these virtual stages. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "engine/engine.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * This file measures how fast this machine runs Adam, and how fast it copies data between the host and the device. The
-  * plan uses these rates to decide where Adam runs. A trial runs the same kernels and copies as a real step, but in
-  * memory that is allocated for the trial. Only lua/ps/engine/plan/rates.lua calls this file, between steps. */
+ * This file measures how fast this machine runs Adam, and how fast it copies data between the host and the device. The
+ * plan uses these rates to decide where Adam runs. A trial runs the same kernels and copies as a real step, but in
+ * memory that is allocated for the trial. Only lua/ps/engine/plan/rates.lua calls this file, between steps. */
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * This file enforces the order of the actions in a training step: forward, backward, reduce, norm, update. A step has
-  * a table of its actions (struct ps_step in base/step.h). Only this file changes the table. A script gets an error if
-  * it requests an action that is not due. If an engine is open, the step also records which chunks its actions use
-  * (trace.c). A model without chunks has no engine. */
+ * This file enforces the order of the actions in a training step: forward, backward, reduce, norm, update. A step has a
+ * table of its actions (struct ps_step in base/step.h). Only this file changes the table. A script gets an error if it
+ * requests an action that is not due. If an engine is open, the step also records which chunks its actions use
+ * (trace.c). A model without chunks has no engine. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file pauses a script while its user works at a prompt. Ops at the prompt must not affect the script. Therefore
-  * this file saves the state that the script's next op depends on, and restores this state when the script resumes.
-  * Other layers check ctx->engine.suspended.on to distinguish ops of the prompt from ops of the script. The chunk
-  * manager checks `suspended` in the step instead. */
+ * this file saves the state that the script's next op depends on, and restores this state when the script resumes.
+ * Other layers check ctx->engine.suspended.on to distinguish ops of the prompt from ops of the script. The chunk
+ * manager checks `suspended` in the step instead. */
 #include "base/error.h"
 #include "base/record.h"
 #include "engine/engine.h"

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * This file handles parameters that several virtual stages share. An example is an embedding that is also the weight
-  * of the head. Each use of such a parameter is in one virtual stage and has its own sum. The gradient of a shared
-  * parameter is computed as follows:
-  *   1. The backwards of a virtual stage add to the sum of its use, in the order of micro-batches.
-  *   2. After all backwards, the sums of this rank are added in the order of virtual stages.
-  *   3. The results of all ranks with a copy are added in rank order. The total is the final gradient.
-  *   4. The final gradient is summed over the ranks that train the same parameters. */
+ * This file handles parameters that several virtual stages share. An example is an embedding that is also the weight of
+ * the head. Each use of such a parameter is in one virtual stage and has its own sum. The gradient of a shared
+ * parameter is computed as follows:
+ *   1. The backwards of a virtual stage add to the sum of its use, in the order of micro-batches.
+ *   2. After all backwards, the sums of this rank are added in the order of virtual stages.
+ *   3. The results of all ranks with a copy are added in rank order. The total is the final gradient.
+ *   4. The final gradient is summed over the ranks that train the same parameters. */
 #include "base/error.h"
 #include "engine/engine.h"
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * A trace is the list of the chunks that a step uses, in the order of use. Dry runs and real steps record traces. The
-  * engine keeps each trace under an id, and plans the next similar step from the trace. */
+ * A trace is the list of the chunks that a step uses, in the order of use. Dry runs and real steps record traces. The
+ * engine keeps each trace under an id, and plans the next similar step from the trace. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"

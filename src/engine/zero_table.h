@@ -116,8 +116,8 @@ int engine_meta_like(const ps_engine *e, const ps_tensor *like, int dtype, int d
  * the unit has no parameter i. */
 int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i);
 int32_t engine_unit_vstage(const ps_engine *e, int32_t unit);
-/* Prepares the gradients of a unit for the sum over the ranks. If gradients are reduced after every micro-batch, fills
- * the gradient of each parameter without a gradient with zeros, unless this rank owns the parameter. */
+/* Prepares the gradients of a unit for the sum over the ranks. If gradients are summed after every micro-batch, a
+ * parameter that has no gradient on this rank contributes zeros, unless this rank owns the parameter. */
 int engine_unit_reduces(ps_engine *e, int32_t unit);
 /* Called after the sum over the ranks. This rank keeps the gradients of the parameters that it owns, and drops the
  * other gradients of the unit. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Diverts the files that a script writes during a dry run (tools/plan.lua). A dry run must not change the user's files.
-  * But a script may read a file that it wrote earlier, such as a shard of tokens. Therefore the script's files are
-  * written to a separate folder and read from that folder. The name of a diverted file is the hash of its path. */
+ * But a script may read a file that it wrote earlier, such as a shard of tokens. Therefore the script's files are
+ * written to a separate folder and read from that folder. The name of a diverted file is the hash of its path. */
 #include <limits.h>
 #include <stdio.h>
 #include <string.h>

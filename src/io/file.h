@@ -3,10 +3,10 @@
  * temporary file that replaces another file only when it is complete. Only src/io includes this header.
  *
  * If another process truncates a mapped file, the kernel sends SIGBUS to the process that reads the missing pages.
-  * Therefore readers call ps_map_check before they read bytes. ps_map_check returns an error if the file was truncated
-  * before the call. ps_map_read does not use the mapped pages, so it returns an error even if the file is truncated
-  * during the call. The writers in src/io replace a file by a rename. After the rename, a map of the old file still
-  * shows the old bytes. */
+ * Therefore readers call ps_map_check before they read bytes. ps_map_check returns an error if the file was truncated
+ * before the call. ps_map_read does not use the mapped pages, so it returns an error even if the file is truncated
+ * during the call. The writers in src/io replace a file by a rename. After the rename, a map of the old file still
+ * shows the old bytes. */
 #ifndef PS_IO_FILE_H
 #define PS_IO_FILE_H
 #include <stdbool.h>

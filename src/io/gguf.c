@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * Reads GGUF, the format of llama.cpp. Opening maps a file and checks its header (gguf_header.c). After that, the
-  * bytes of a tensor can be lent, or read as values of one dtype. base/blocks.c unpacks the blocks. */
+ * Reads GGUF, the format of llama.cpp. Opening maps a file and checks its header (gguf_header.c). After that, the bytes
+ * of a tensor can be lent, or read as values of one dtype. base/blocks.c unpacks the blocks. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * Reads the header of a GGUF file. The input is treated as hostile. Each count and each length in the header is
-  * compared with the number of bytes that are left in the file, before memory is allocated and before bytes are read.
-  * The header is read twice. The first pass checks the header and counts the strings and names. The second pass fills
-  * the tables. */
+ * Reads the header of a GGUF file. The input is treated as hostile. Each count and each length in the header is
+ * compared with the number of bytes that are left in the file, before memory is allocated and before bytes are read.
+ * The header is read twice. The first pass checks the header and counts the strings and names. The second pass fills
+ * the tables. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * Packs values into GGUF's blocks. The result is the same, byte for byte, as the result of ggml's reference quantiser
-  * without an importance matrix. Therefore this file performs the same fp32 operations in the same order as ggml. The
-  * values must be finite, and so small that the scale of each block fits into fp16. gguf_write.c checks this. */
+ * Packs values into GGUF's blocks. The result is the same, byte for byte, as the result of ggml's reference quantiser
+ * without an importance matrix. Therefore this file performs the same fp32 operations in the same order as ggml. The
+ * values must be finite, and so small that the scale of each block fits into fp16. gguf_write.c checks this. */
 #include "io/gguf.h"
 #include "base/blocks.h"
 #include "base/error.h"

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * Writes GGUF. The caller first declares the tensors, in the order of the file. ps_ggufw_begin() determines the
-  * positions of the data, reserves the space, and writes the header with the metadata that the caller has encoded. Then
-  * the caller appends each tensor in pieces, with the rows in Hugging Face's order. Threads convert and write the
-  * pieces while the caller reads the next pieces. A transposed matrix is kept in memory until all its values are
-  * appended. Other tensors are not kept in memory. The file gets its name at commit, when it is complete and on the
-  * disk. */
+ * Writes GGUF. The caller first declares the tensors, in the order of the file. ps_ggufw_begin() determines the
+ * positions of the data, reserves the space, and writes the header with the metadata that the caller has encoded. Then
+ * the caller appends each tensor in pieces, with the rows in Hugging Face's order. Threads convert and write the pieces
+ * while the caller reads the next pieces. A transposed matrix is kept in memory until all its values are appended.
+ * Other tensors are not kept in memory. The file gets its name at commit, when it is complete and on the disk. */
 #include "io/gguf.h"
 #include "base/alloc.h"
 #include "base/half.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * The handler of SIGBUS (map_fault.h) prints the path of the mapped file whose page cannot be read. The handler calls
-  * only write() and sigaction(), and reads the table of maps without a lock. Reading without a lock is safe, because no
-  * thread removes a map while another thread reads the map's bytes. */
+ * The handler of SIGBUS (map_fault.h) prints the path of the mapped file whose page cannot be read. The handler calls
+ * only write() and sigaction(), and reads the table of maps without a lock. Reading without a lock is safe, because no
+ * thread removes a map while another thread reads the map's bytes. */
 #define _GNU_SOURCE
 #include "io/map_fault.h"
 #include <signal.h>

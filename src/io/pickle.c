@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * The pickle machine consists of a stack, marks, a memo, and one function per family of opcodes. It implements
-  * protocol 2, which PyTorch writes, and the binary opcodes of protocols 1, 3, 4 and 5. It does not implement the
-  * opcodes that make objects of classes. The input is treated as hostile. */
+ * The pickle machine consists of a stack, marks, a memo, and one function per family of opcodes. It implements protocol
+ * 2, which PyTorch writes, and the binary opcodes of protocols 1, 3, 4 and 5. It does not implement the opcodes that
+ * make objects of classes. The input is treated as hostile. */
 #include "io/pickle.h"
 #include "base/alloc.h"
 #include "base/grow.h"

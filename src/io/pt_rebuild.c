@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * The names, calls and references to storages that a .pt file's pickle may use. Other names and calls are errors. No
-  * code of the pickle is executed. A call selects a row of this file's table, and C code builds the value. */
+ * The names, calls and references to storages that a .pt file's pickle may use. Other names and calls are errors. No
+ * code of the pickle is executed. A call selects a row of this file's table, and C code builds the value. */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include <stdio.h>

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * Writes PyTorch's .pt files for torch.load(weights_only=True). PyTorch 1.13 can read a file only if it contains no
-  * floats. The caller first declares the storages and the value. A container is declared before its items. `begin`
-  * computes the size of the whole file and reserves the space. After `begin` the caller passes the bytes of each
-  * storage in pieces. The writer keeps data.pkl in memory (some hundred bytes per tensor), but not the bytes of the
-  * tensors. The file gets its name at commit, when it is complete and on the disk. */
+ * Writes PyTorch's .pt files for torch.load(weights_only=True). PyTorch 1.13 can read a file only if it contains no
+ * floats. The caller first declares the storages and the value. A container is declared before its items. `begin`
+ * computes the size of the whole file and reserves the space. After `begin` the caller passes the bytes of each storage
+ * in pieces. The writer keeps data.pkl in memory (some hundred bytes per tensor), but not the bytes of the tensors. The
+ * file gets its name at commit, when it is complete and on the disk. */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include "base/grow.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * Reads safetensors. Opening maps a file and checks its header (st_header.c). After that, the bytes of a tensor can be
-  * lent or read. */
+ * Reads safetensors. Opening maps a file and checks its header (st_header.c). After that, the bytes of a tensor can be
+ * lent or read. */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"

@@ -2,9 +2,9 @@
  * Shared by the reader, the header parser and the writer of safetensors. Only src/io and the fuzz target include this
  * header.
  *
-  * A file contains the length N of the header (u64, little-endian), the header (N bytes of JSON), and the data. An
-  * opened ps_st contains only checked tensors. Each tensor has the size in bytes that its type and shape require. All
-  * tensors together cover the data without gaps and overlaps. */
+ * A file contains the length N of the header (u64, little-endian), the header (N bytes of JSON), and the data. An
+ * opened ps_st contains only checked tensors. Each tensor has the size in bytes that its type and shape require. All
+ * tensors together cover the data without gaps and overlaps. */
 #ifndef PS_IO_SAFETENSORS_H
 #define PS_IO_SAFETENSORS_H
 #include "io/file.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * Writes a safetensors file in a separate thread. The caller passes a copy of the bytes and does not change the copy
-  * while the thread runs. The thread calls only src/io, and blocks all signals. An error of the thread is kept for the
-  * caller that waits for the save. A saver has one owner, and only the owner may call its functions. */
+ * Writes a safetensors file in a separate thread. The caller passes a copy of the bytes and does not change the copy
+ * while the thread runs. The thread calls only src/io, and blocks all signals. An error of the thread is kept for the
+ * caller that waits for the save. A saver has one owner, and only the owner may call its functions. */
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * Checksums of safetensors files. A checksum is an XXH3 hash of 64 bits, written as 16 hexadecimal digits. The header
-  * has a checksum, and the bytes of each tensor have a checksum, so that the checksums cover every byte of the file.
-  * They are the value of the key "xxh3_64" in the header's metadata, which is the first key in the file. The value
-  * contains the checksum of the header, followed by the checksums of the tensors in the order of the data. Spaces
-  * separate the checksums. The checksum of the header covers all bytes before the data, with zeros in place of its own
-  * 16 digits.
-  *
-  * Opening a file compares the header's checksum. ps_st_verify compares a tensor's checksum. If another program has
-  * rewritten the file, "xxh3_64" is not the first key, and no checksums are compared. */
+ * Checksums of safetensors files. A checksum is an XXH3 hash of 64 bits, written as 16 hexadecimal digits. The header
+ * has a checksum, and the bytes of each tensor have a checksum, so that the checksums cover every byte of the file.
+ * They are the value of the key "xxh3_64" in the header's metadata, which is the first key in the file. The value
+ * contains the checksum of the header, followed by the checksums of the tensors in the order of the data. Spaces
+ * separate the checksums. The checksum of the header covers all bytes before the data, with zeros in place of its own
+ * 16 digits.
+ *
+ * Opening a file compares the header's checksum. ps_st_verify compares a tensor's checksum. If another program has
+ * rewritten the file, "xxh3_64" is not the first key, and no checksums are compared. */
 #define XXH_STATIC_LINKING_ONLY                     /* for the size of XXH3_state_t */
 #include "io/safetensors.h"
 #include "base/alloc.h"

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writes safetensors. The caller first declares all tensors, so that `begin` knows the size of the whole file. `begin`
-  * sorts the tensors by descending element size and then by name, reserves the space, and writes the header. Then the
-  * caller writes the tensors in any order, whole or in pieces. Each write also updates the tensor's checksum
-  * (st_sum.c). Commit writes the header again, with the checksums. The file gets its name at commit, when it is
-  * complete and on the disk. */
+ * sorts the tensors by descending element size and then by name, reserves the space, and writes the header. Then the
+ * caller writes the tensors in any order, whole or in pieces. Each write also updates the tensor's checksum (st_sum.c).
+ * Commit writes the header again, with the checksums. The file gets its name at commit, when it is complete and on the
+ * disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
 #include "base/grow.h"

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
-  * Reads PyTorch's .pt files. Opening maps a file and checks the archive (zip.c) and the pickle (pickle.c). After that,
-  * the values and the bytes of tensors can be read. A ps_pt allocates memory for the archive's directory, for a copy of
-  * data.pkl, and for the values, which have about the size of data.pkl. For a state dict, this memory is some hundred
-  * bytes per tensor. The bytes of a tensor are read when the caller requests them. They are copied directly from the
-  * map, one tensor at a time. ps_pt_drop frees the pages of the map. */
+ * Reads PyTorch's .pt files. Opening maps a file and checks the archive (zip.c) and the pickle (pickle.c). After that,
+ * the values and the bytes of tensors can be read. A ps_pt allocates memory for the archive's directory, for a copy of
+ * data.pkl, and for the values, which have about the size of data.pkl. For a state dict, this memory is some hundred
+ * bytes per tensor. The bytes of a tensor are read when the caller requests them. They are copied directly from the
+ * map, one tensor at a time. ps_pt_drop frees the pages of the map. */
 #define _GNU_SOURCE
 #include "io/torch_pt.h"
 #include "base/alloc.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * ZIP archives as PyTorch writes them. No entry is compressed. Only src/io includes this header.
  *
-  * An opened zip contains only checked entries. The bytes of every entry are inside the file and before the directory,
-  * and all names differ. The reader and the writer support sizes and offsets of 64 bits (ZIP64). */
+ * An opened zip contains only checked entries. The bytes of every entry are inside the file and before the directory,
+ * and all names differ. The reader and the writer support sizes and offsets of 64 bits (ZIP64). */
 #ifndef PS_IO_ZIP_H
 #define PS_IO_ZIP_H
 #include "io/file.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writes ZIP archives of entries that are not compressed. All sizes are known before the first byte is written, so all
-  * positions are known, too. An entry's header is written after the entry's last byte, when the entry's checksum is
-  * known. The data of each entry begins at a multiple of 64 bytes. As in PyTorch, an extra field contains the padding.
-  * No clock is read, so equal contents result in equal files. */
+ * positions are known, too. An entry's header is written after the entry's last byte, when the entry's checksum is
+ * known. The data of each entry begins at a multiple of 64 bytes. As in PyTorch, an extra field contains the padding.
+ * No clock is read, so equal contents result in equal files. */
 #include "io/zip.h"
 #include "base/alloc.h"
 #include "base/grow.h"
