@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file keeps activations on the host until backward reads them (offload.h). An offloaded storage has a record in
- * place of its block. The record has two storages: `here` on the device and `there` on the host. Both have memory
- * during a copy, and after a copy to the host until the round has ended. Otherwise only `there` has memory. The first
- * pin ends the record. */
+ * place of its block. The record contains two storages: `here` on the device and `there` on the host. `there` always
+ * has memory. `here` has memory during a copy. After a copy to the host, `here` keeps its memory until the first
+ * storage of the next round is offloaded. The first pin of the offloaded storage frees the record. */
 #include "offload/offload.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -10,11 +10,11 @@
 enum { AHEAD = 2 };               /* number of storages that a pin in backward fetches ahead */
 
 typedef struct record {
-    /* The list is sorted by round. Within a round, the storage that was offloaded last is first. */
+    /* The list is sorted by round. Within a round, the storage that was offloaded last comes first. */
     struct record *prev, *next;
     ps_storage *of;
-    /* here: storage on the device; without a block it has no memory
-     * there: storage on the host; without a block it has no memory */
+    /* here: storage on the device; it has no memory if here.block is NULL
+     * there: storage on the host; it has no memory if there.block is NULL */
     ps_storage here, there;
     ps_copy *copy;                /* copy in progress, or NULL; always NULL in dry runs */
     int64_t round;
@@ -31,7 +31,7 @@ struct ps_away {
     ps_mem *const *mem;
     const ps_step *const *step;
     record *first, *last;
-    /* round: number of the present round
+    /* round: number of the current round
      * leaving: number of the round whose storages may still have memory on the device */
     int64_t round, leaving;
     bool backward;
@@ -57,7 +57,7 @@ static void unlink_record(ps_away *a, record *r)
 }
 
 /* -- copies ------------------------------------------------------------------------------------------------------- */
-/* Starts a copy. The copy keeps both sides pinned until it has ended. */
+/* Starts a copy to the device if `coming` is set, or to the host. r->here and r->there stay pinned until finish(). */
 static int start(ps_away *a, record *r, bool coming)
 {
     void *here, *there;
@@ -76,8 +76,8 @@ static int start(ps_away *a, record *r, bool coming)
     return rc;
 }
 
-/* Waits for the copy of the record, if there is one. Both sides keep their memory. After an error, the contents of
- * the destination are undefined. */
+/* Waits for the copy of the record, if a copy is in progress. r->here and r->there keep their memory. After an error,
+ * the contents of the destination are undefined. */
 static int finish(ps_away *a, record *r)
 {
     if (!r->copy) return 0;
@@ -116,7 +116,7 @@ static void restore(ps_away *a, record *r)
 }
 
 /* -- offloading --------------------------------------------------------------------------------------------------- */
-/* Waits for the copies of the previous round to the host, and frees the memory of that round on the device. */
+/* Waits for the copies of the previous round to the host, and frees the device memory of the copied storages. */
 static void end_leaving(ps_away *a)
 {
     for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {
@@ -153,8 +153,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     }
     s->keeper = &a->base;
     s->block = r;
-    /* r goes to the front of its round. A scope offloads its youngest storage first, and backward also needs the
-     * youngest storage first. Therefore the end of the list has the storages that backward needs next. */
+    /* Insert r before the other records of its round. A scope offloads its youngest storage first, and backward also
+     * needs the youngest storage first. Therefore the storages that backward needs next are at the end of the list. */
     r->prev = a->last;
     while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
     r->next = r->prev ? r->prev->next : a->first;
@@ -165,8 +165,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
 }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */
-/* Fetches the last storages of the list, which backward needs next. Only fetches storages of the same forward as
- * `of`, because the backwards of other forwards can be far in the future. */
+/* Begins to fetch the last storages of the list, which backward needs next. Fetches only storages of the same forward
+ * as `of`, because the backwards of other forwards may begin much later. */
 static void fetch_ahead(ps_away *a, const record *of)
 {
     int n = 0;
@@ -202,8 +202,8 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
     return ps_storage_pin(s, device, access, out);
 }
 
-/* Does nothing, because this is called only in a dry run for a storage that is still offloaded. The pin of that
- * storage did nothing, either. */
+/* Does nothing. A storage is unpinned while it is offloaded only in a dry run. In this case away_pin() has not pinned
+ * the storage. */
 static void away_unpin(ps_keeper *keeper, ps_storage *s, int device) {}
 
 static void away_free(ps_keeper *keeper, ps_storage *s)

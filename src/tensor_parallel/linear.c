@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the ops column_linear, row_linear and column_linear_grad. They are tensor-parallel products
- * that exchange rows with other ranks before or after the multiplication. The rows of a rank are sent in pieces. Each
- * piece has its own lane, and this thread multiplies while the pieces are being sent (Wang et al. 2023, "Overlap
- * Communication with Dependent Computation via Decomposition in Large Deep Learning Models"). In a gather, this
- * thread multiplies its own rows first, and then each piece that has arrived. In a reduction, it multiplies the rows
- * of the other ranks first, piece by piece, and then its own rows.
+ * This file implements the ops column_linear, row_linear and column_linear_grad. They are tensor-parallel products that
+ * exchange rows with other ranks before or after the multiplication. The rows of a rank are sent in pieces. Each piece
+ * has its own lane, and this thread multiplies while the pieces are being sent (Wang et al. 2023, "Overlap
+ * Communication with Dependent Computation via Decomposition in Large Deep Learning Models"). In a gather, this thread
+ * multiplies its own rows first, and then each piece of the other ranks when it arrives. In a reduction, this thread
+ * multiplies the rows of the other ranks first, piece by piece, and then its own rows.
  *
- * Sums over ranks are in rank order, as in collective.c. The division into pieces affects only the order of sums
- * within the products. column_linear has several products of the same rows. Their addends to dx are summed from the
- * last product to the first, as the tape does for separate ops.
+ * Sums over ranks are in rank order, as in collective.c. The number of pieces changes only the order in which each
+ * product adds its terms. column_linear has several products with the same rows. column_linear_grad adds their addends
+ * to dx from the last product to the first, as the tape does for separate ops.
  *
- * If there is only one piece, or if a library of the device sends the rows, collectives run before or after whole
- * products. Memory is allocated before the ranks compare their calls, because the allocation is the only part that
- * may fail on a single rank. */
+ * If there is only one piece, or if a library of the device sends the rows, a collective runs before or after the whole
+ * product. Memory is allocated before the ranks compare their calls, because only the allocation may fail on one rank
+ * and succeed on another rank. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 #include "tensor_parallel/ops.h"
@@ -26,7 +26,7 @@ typedef struct work {
     ps_call *call;
     const with_product *attrs;
     int rank, size, failed;                     /* failed: error of this rank before it allocates memory, or 0 */
-    int32_t pieces;                             /* 1 means that rows are not divided */
+    int32_t pieces;                             /* number of pieces of each rank's rows; 1: rows are not divided */
     /* n: number of rows of each rank
      * each: number of rows of each piece; the last piece can be smaller */
     int64_t n, each;
@@ -37,7 +37,7 @@ typedef struct work {
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* -- rows ---------------------------------------------------------------------------------------------------------- */
-/* Allocates `rows` rows with the same features as v. The memory is freed when the call ends. */
+/* Allocates `rows` rows that have as many features as v. The memory is freed when the op ends. */
 static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
 {
     *out = rows_of(v, 0, rows);
@@ -47,8 +47,8 @@ static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
     return out->data ? 0 : PS_ENOMEM;           /* scratch has recorded the error */
 }
 
-/* These functions are for piece k of the n rows of a rank. They return the index of its first row and its number of
- * rows. */
+/* first_of() returns the index of the first row of piece k within the n rows of a rank. rows_in() returns the number of
+ * rows of piece k. */
 static int64_t first_of(const work *w, int64_t k) { return least(k * w->each, w->n); }
 static int64_t rows_in(const work *w, int64_t k) { return first_of(w, k + 1) - first_of(w, k); }
 
@@ -60,7 +60,7 @@ static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
 }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* Computes rows [first, first + rows) of y = linear(x, w, b). If `dry` is set, only allocates the workspace of the
+/* Computes rows [first, first + rows) of y = linear(x, weight, b). If `dry` is set, only allocates the workspace of the
  * kernel. */
 static int multiply(const work *w, const ps_view *x, const ps_view *weight, const ps_view *b, int out_in,
                     const ps_view *y, int64_t first, int64_t rows, bool dry)
@@ -72,8 +72,8 @@ static int multiply(const work *w, const ps_view *x, const ps_view *weight, cons
     return ps_call_part(w->call, &part);
 }
 
-/* These functions return tensors of product i. For column_linear, they are its weight, bias and output. For
- * column_linear_grad, they are its dy and weight. */
+/* Each of these functions returns a tensor of product i. The first three are for column_linear: weight, bias and
+ * output. The last two are for column_linear_grad: dy and weight. */
 static const ps_view *weight_of(const work *w, int i) { return &w->call->in[1 + 2 * i]; }
 static const ps_view *bias_of(const work *w, int i) { return &w->call->in[2 + 2 * i]; }
 static const ps_view *output_of(const work *w, int i) { return &w->call->out[i ? 1 + i : 0]; }
@@ -103,7 +103,7 @@ static int multiply_weights(const work *w, const ps_view *x, bool dry)
     return 0;
 }
 
-/* Computes rows [first, first + rows) of all outputs of column_linear. x [rows, I] has the inputs for these rows. */
+/* Computes rows [first, first + rows) of all outputs of column_linear from the inputs x [rows, I] of these rows. */
 static int multiply_columns(const work *w, const ps_view *x, int64_t first, int64_t rows, bool dry)
 {
     for (int i = 0; i < PS_MAX_COLUMNS; i++) {
@@ -124,8 +124,8 @@ static int add_rows(const work *w, const ps_view *sum, const ps_view *more, int6
     return ps_call_part(w->call, &part);
 }
 
-/* Computes rows [first, first + rows) of this rank's addend to dx. The result is written to the same rows of `all`
- * [size n, I]. more: memory for the same number of rows, which is used if there are several products. */
+/* Computes rows [first, first + rows) of this rank's addend to dx and writes them to the same rows of `all` [size * n,
+ * I]. more: memory for `rows` rows, which is used if there are several products. */
 static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_view *all, const ps_view *more,
                            bool dry)
 {
@@ -144,9 +144,10 @@ static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_
 /* Returns the first row of piece k of the rank that is i positions after this rank. */
 static int64_t others_first(const work *w, int i, int64_t k) { return (w->rank + i) % w->size * w->n + first_of(w, k); }
 
-/* Writes to `rows` the numbers of rows for which kernels need workspace. One entry is for products that are not
- * divided. If there are several pieces, another entry is for the first piece, which is the largest. Returns the
- * number of entries. */
+/* Writes to `rows` the numbers of rows that products can have, and returns the number of entries. Kernels need
+ * workspace for each of these numbers. If there is one piece, the only entry is the number of rows of all ranks.
+ * Otherwise rows[0] is the number of this rank's rows, and rows[1] is the number of rows of the first piece, which is
+ * the largest. */
 static int tried_rows(const work *w, int64_t rows[2])
 {
     rows[0] = w->pieces == 1 ? w->size * w->n : w->n;
@@ -155,8 +156,8 @@ static int tried_rows(const work *w, int64_t rows[2])
 }
 
 /* -- exchanges ----------------------------------------------------------------------------------------------------- */
-/* Begins to send g->send and to receive g->recv, which are piece k of each rank's rows of v. Until move_end, the
- * event record shows a call with the number `op`, which is one of OP_*. */
+/* Begins to send g->send and to receive g->recv. They contain piece k of each rank's rows of v. Until move_end, the
+ * event record shows the exchange as a call of `op`, one of OP_*. */
 static int move_begin(const work *w, int op, int lane, const ps_view *v, int64_t k)
 {
     w->moving[lane] = (group_call){ op, group_call_begin(), w->size * rows_in(w, k) * row_nbytes(v) };
@@ -170,8 +171,8 @@ static int move_end(const work *w, int lane)
     return rc;
 }
 
-/* Begins to gather piece k of the rows of all ranks. Sends this piece from own [n, features]. Receives the pieces of
- * the other ranks into all [size n, features]. */
+/* Begins to gather piece k of the rows of all ranks. Sends piece k of own [n, features] to the other ranks. Receives
+ * the pieces of the other ranks into all [size * n, features]. */
 static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, const ps_view *all)
 {
     ps_group *g = w->g;
@@ -185,16 +186,16 @@ static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, 
     return move_begin(w, OP_COLUMN, lane, own, k);
 }
 
-/* Returns rank r's addend to piece k of this rank's rows. The addend of this rank is in `all` [size n, features].
- * Addends of other ranks are in `addends` [(size - 1) n, features]. */
+/* Returns rank r's addend to piece k of this rank's rows. The addend of this rank is in `all` [size * n, features]. The
+ * addends of the other ranks are in `addends` [(size - 1) * n, features]. */
 static ps_comm_part addend(const work *w, const ps_view *all, const ps_view *addends, int r, int64_t k)
 {
     if (r == w->rank) return piece_of(w, all, r, k);
     return piece_of(w, addends, r - (r > w->rank), k);
 }
 
-/* Begins to exchange addends to piece k. Sends to each rank the addends to its rows, which are in `all`. Receives the
- * addends to the rows of this rank. */
+/* Begins to exchange the addends to piece k of each rank's rows. Sends to each other rank the addend to that rank's
+ * rows, from `all`. Receives the addends of the other ranks to the rows of this rank. */
 static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_view *addends)
 {
     ps_group *g = w->g;
@@ -207,7 +208,8 @@ static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_v
     return move_begin(w, w->call->op == PS_OP_row_linear ? OP_ROW : OP_COLUMN_GRAD, PS_COMM_PIECE + (int)k, all, k);
 }
 
-/* Sums the rows of this rank into out [n, features]. Sums each piece when its addends have arrived. */
+/* Sums the addends of all ranks to the rows of this rank, and writes the sums to out [n, features]. Sums each piece
+ * when the addends to the piece have arrived. */
 static int reduce_end(const work *w, const ps_view *all, const ps_view *addends, const ps_view *out)
 {
     ps_group *g = w->g;
@@ -220,8 +222,8 @@ static int reduce_end(const work *w, const ps_view *all, const ps_view *addends,
     return 0;
 }
 
-/* Performs a call that sends no bytes. Only records that the call gathers each rank's x and sums `adds`. The dry run
- * of a step records one call for all pieces. rc: result of this rank's preparation. */
+/* Performs a dry call, which sends no bytes. Records that the call gathers x of each rank and sums `adds`. In the dry
+ * run of a step, one record stands for all pieces. rc: 0, or the error that this rank got when it allocated memory. */
 static int without_bytes(const work *w, int op, const ps_view *x, const ps_view *adds, int rc)
 {
     const ps_view *some = adds ? adds : x;
@@ -232,14 +234,14 @@ static int without_bytes(const work *w, int op, const ps_view *x, const ps_view 
     return adds ? group_without_bytes(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0) : 0;
 }
 
-/* Ends a call on which the ranks have agreed. If this rank has failed between its exchanges, it closes its
- * connections, because the other ranks must not wait for the remaining exchanges. The other ranks then get this
- * error. */
+/* Ends a call on which the ranks have agreed. rc: result of this rank's exchanges and products. If rc is an error, this
+ * rank closes its connections. Otherwise the other ranks would wait for the remaining exchanges. Closing the
+ * connections makes the call fail on the other ranks, too. */
 static int ended(const work *w, int op, int rc)
 {
     ps_comm *comm = w->g->at[w->at].comm;
     if (rc < 0) comm->table->hang_up(comm);
-    w->g->recorded.began_ns = 0;                /* not recorded as a call, because its exchanges were recorded */
+    w->g->recorded.began_ns = 0;                /* record no call, because its exchanges were recorded */
     return group_moved(w->g, op, w->at, rc);
 }
 
@@ -328,7 +330,7 @@ static bool gathers_x(const work *w)
     return ((const ps_attrs_column_linear_grad *)w->call->attrs)->want_w && !ps_has(&w->call->in[3]);
 }
 
-/* Computes both gradients. Gathers x while the products for dx are computed, and sums the rows of dx while the
+/* Computes dx and dw. Gathers x while the products for dx are computed, and exchanges the addends to dx while the
  * products for dw are computed. */
 static int grad_pieces(const work *w, const ps_view *full, const ps_view *all, const ps_view *more,
                        const ps_view *addends)

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the op parallel_lm_loss. The op computes the cross entropy of logits x w^T + bias. Each rank
- * computes only the logits of its own words (Shoeybi et al. 2019, "Megatron-LM", section 3). As in lm_loss, the rows
- * are processed in panels, and the gradients of a panel are computed while its logits exist. The op therefore needs
- * only three products, and the memory of the logits of one panel.
+ * This file implements the op parallel_lm_loss. The op computes the cross entropy of the logits x * w^T + bias. Each
+ * rank computes only the logits of its own words (Shoeybi et al. 2019, "Megatron-LM", section 3). As in lm_loss, the
+ * rows are processed in panels, and the gradients of a panel are computed while its logits exist. Therefore the op
+ * computes only three products, and allocates memory only for the logits of one panel.
  *
  * For each panel, the ranks exchange three or four numbers per row (logit_stats). If x has only the rows of this
  * rank, the rows of all ranks are gathered once before the panels, and dx is summed over the ranks after the panels.
  * Backward exchanges nothing.
  *
- * The panels (base/panels.h) depend only on shapes, which are the same on all ranks. dw is rounded to its type once
- * per panel. If only this rank fails, the error is passed to the next call that it makes together with the other
- * ranks. All ranks then fail with this error. */
+ * The panels (base/panels.h) depend only on shapes, which are the same on all ranks. dw is rounded to its type once per
+ * panel. If only this rank fails, it passes the error to its next collective. All ranks then return this error from the
+ * collective. */
 #include "base/error.h"
 #include "base/panels.h"
 #include "tensor/tensor.h"
@@ -29,7 +29,7 @@ typedef struct head {
      * kinds: number of exchanged values per row */
     int64_t N, V, C, rows, kinds;
     /* first: index of the first word of this rank
-     * words: number of words of this rank; later columns are padding */
+     * words: number of words of this rank; the remaining V - words columns of the logits are padding */
     int64_t first, words;
     /* Shapes: logits [rows, V], mine [kinds, rows], all [size, kinds, rows], losses [N]. */
     void *logits, *mine, *all, *losses;
@@ -71,7 +71,8 @@ static ps_view targets_of(const head *h, int64_t first, int64_t n)
     return vector(place_in(target, first), target->dtype, n);
 }
 
-/* Computes the logits of n rows. Also computes from them the values that this rank sends to the others. */
+/* Computes the logits of n rows, starting at row `first`. From these logits, computes the values that this rank sends
+ * to the other ranks. */
 static int tell(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in;
@@ -84,7 +85,8 @@ static int tell(const head *h, int64_t first, int64_t n, bool dry)
     return run(h, dry, PS_OP_logit_stats, &attrs, 3, told, 1, &mine);
 }
 
-/* Adds dlogits^T x of the panel to dw. For the first panel, overwrites dw instead. Does the same for db. */
+/* Adds the gradients of a panel: dlogits^T * x to dw, and the sum of the rows of dlogits to db. If `add` is not set (in
+ * the first panel), overwrites dw and db instead. */
 static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, bool add, bool dry)
 {
     ps_view *dw = &h->call->out[2], *db = &h->call->out[3];
@@ -97,15 +99,15 @@ static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, 
     return ps_has(db) ? run(h, dry, PS_OP_sum, &sum, 1, dlogits, 1, db) : 0;
 }
 
-/* Adds the hits of n rows to the hits that the op returns. */
+/* Adds the hits of a panel to the hits that the op returns. If `add` is not set, overwrites them instead. */
 static int add_hits(const head *h, const ps_view *hits, bool add, bool dry)
 {
     ps_attrs_sum sum = { .dims = 2, .accumulate = add };
     return h->hits ? run(h, dry, PS_OP_sum, &sum, 1, hits, 1, &h->call->out[4]) : 0;
 }
 
-/* Computes the losses of n rows from the values of all ranks. Also adds the contribution of these rows to the
- * gradients. */
+/* Computes the losses of n rows, starting at row `first`, from the values of all ranks. Adds the gradients of these
+ * rows to dx, dw and db. */
 static int lose(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in, *share = &in[3];
@@ -180,7 +182,8 @@ static int without_bytes(const head *h)
                                nbytes_of(&h->dx), 0);
 }
 
-/* Computes all panels, and then sums dx over the ranks. rc: result of this rank's preparation. */
+/* Computes all panels, and then sums dx over the ranks. rc: 0, or the error that this rank got when it allocated
+ * memory. */
 static int panels(const head *h, int rc)
 {
     ps_group *g = h->g;

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file runs collectives as ops. Dispatch calls group_op for rows of ops.def with the flag RANKS. Inputs and
- * outputs are contiguous and on one device. The gradients of these ops are also ops of this kind (ops/ranks.c).
- * linear.c and loss.c perform the ops that contain products. */
+ * This file runs collectives as ops. Dispatch calls group_op for the ops whose row in ops.def has the flag RANKS.
+ * Inputs and outputs are contiguous and on one device. The gradient of such an op is also computed by such an op
+ * (ops/ranks.c). linear.c and loss.c perform the ops that contain products. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 #include "tensor_parallel/ops.h"
 #include "tensor_parallel/rows.h"
 
-/* Finds the group that an op names, and checks the rank and size that the op has. The attributes of all these ops
- * begin with the attributes of all_reduce. */
+/* Finds the group at->group. Returns PS_EINVAL if at->rank or at->size does not match the group. `at` may point to the
+ * attributes of any op with the flag RANKS, because they begin with the attributes of all_reduce. */
 static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out)
 {
     ps_group *g = at->group >= 0 && at->group < PS_MAX_GROUPS ? ctx->ranks.groups[at->group] : NULL;
@@ -21,7 +21,7 @@ static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out
     return 0;
 }
 
-/* Returns the OP_* number of an op, or -1 if the op also computes products. */
+/* Returns the collective (OP_*) that performs the op `op`, or -1 if the op also computes products. */
 static int call_of(int op)
 {
     switch (op) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file sums values for the engine over the tensor-parallel ranks, each of which has a part of the same layers.
- * The sums are in rank order. */
+ * This file sums values for the engine over the tensor-parallel ranks. Each of these ranks has a shard of the same
+ * layers. The values are added in rank order. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "collectives/collectives.h"

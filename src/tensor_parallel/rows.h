@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This header has views for the ops with products (linear.c, loss.c): rows of a contiguous matrix, and its
- * transpose. */
+ * This header defines views for the ops with products (linear.c, loss.c): some rows of a contiguous matrix, and the
+ * transpose of a matrix. */
 #ifndef PS_TENSOR_PARALLEL_ROWS_H
 #define PS_TENSOR_PARALLEL_ROWS_H
 #include "base/dtype.h"

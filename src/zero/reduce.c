@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file sums gradients over the ranks (ZeRO). When all gradients of a stripe are final, the stripe is reduced
- * while backward continues. Afterwards this rank drops the gradients that other ranks own. One stripe is being
- * reduced while the gradients of the next stripe are computed. */
+ * This file sums gradients over the ranks (ZeRO). When all gradients of a stripe are final, the reduction of the stripe
+ * begins, and backward continues with the gradients of the next stripe. When the reduction is complete, this rank drops
+ * the gradients that other ranks own. After a reduction has begun, this rank waits for the preceding reduction. */
 #include "zero/zero.h"
 #include <string.h>
 #include "base/error.h"
@@ -15,8 +15,8 @@ int reduce_before_slot(ps_zero *base, int32_t unit)
     return base->stage > 0 ? ps_shard_grads(z->shard, z->units[unit].param_part) : 0;
 }
 
-/* Returns a hash that depends on which parameters of the stripe have had a gradient in this step. Sets *none to true
- * if no parameter has had one. */
+/* Returns a hash of the list of parameters of the stripe that have had a gradient in this step. Sets *none to true if
+ * no parameter of the stripe has had a gradient. */
 static uint64_t who_has(zero *z, int32_t stripe, bool *none)
 {
     uint64_t h = 0;
@@ -32,7 +32,7 @@ static uint64_t who_has(zero *z, int32_t stripe, bool *none)
     return h;
 }
 
-/* Completes reductions, oldest first, until at most `keep` of them are in progress. */
+/* Completes reductions, oldest first, until at most `keep` reductions are in progress. */
 static int end_oldest(zero *z, int32_t keep)
 {
     while (z->n_reducing > keep) {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file manages the memory of ZeRO: parts, the storages in them, pins, and stripes (shard.h). While a stripe is
- * open, its parts can be read on this rank. A part that holds gradients is neither gathered nor dropped. A decision
- * about an exchange depends only on values that are the same on all ranks. */
+ * This file manages the memory of ZeRO: parts, the storages in parts, pins, and stripes (shard.h). While a stripe is
+ * open, its parts can be read on this rank. A part that holds gradients is neither gathered nor dropped. All ranks must
+ * decide alike when they gather or reduce a stripe. Therefore the decision depends only on values that are the same on
+ * all ranks. */
 #include "zero/shard.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -14,17 +15,18 @@ enum { OPEN_UNPLANNED = 2 };
 typedef struct part {
     ps_part_config c;
     int32_t n_lent, pins;
-    /* grads: the part holds gradients
-     * whole: the buffer of the part also holds the gathered values */
+    /* grads: the part holds gradients, or will hold gradients that backward is about to write
+     * whole: the buffer of the part contains the gathered values of the whole part */
     bool used, grads, whole;
-    /* buffer: the bytes of the part if this rank has no chunk for it. Its `block` is NULL if there is no buffer. */
+    /* buffer: the bytes of the part, if this rank has no chunk for the part. buffer.block is NULL if no bytes are
+     * allocated. */
     ps_storage buffer;
 } part;
 
 /* A storage in a part. ps_storage.block points to it. */
 typedef struct lent {
     struct lent *next, **link;
-    /* inner: the storage of the same bytes in this rank's chunk, or NULL */
+    /* outer: the storage in the part. inner: a storage for the same bytes in this rank's chunk, or NULL. */
     ps_storage *outer, *inner;
     int32_t part;
     int64_t offset;
@@ -37,7 +39,7 @@ typedef struct stripe {
     /* staged: [ranks] handle of the staging buffer that stage_out has made for the part, or NULL */
     void **staged;
     ps_job *job;
-    bool open, stale;             /* stale: the stripe must be closed at its last unpin */
+    bool open, stale;             /* stale: the stripe must be closed when its last pin is released */
     bool gathering, reducing;     /* a gather is in progress; a reduction is in progress */
     /* pass: last pass that used the stripe
      * noted: index of the stripe's gather in `record`, or -1 */
@@ -61,13 +63,14 @@ struct ps_shard {
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
-    /* touched: the stripes that the latest op has read. These reads are subtracted if the op fails. */
+    /* touched: the stripes that the latest op has read. If the op fails, its reads are subtracted from `uses`. */
     int32_t touched[PS_MAX_IN];
     int n_touched;
     int32_t first_pass;           /* value of step->pass when the step began */
     int64_t clock;
     ps_gathers record;
-    /* expected: the gathers that this step should repeat; NULL if they are unknown, or if the step differs from them */
+    /* expected: the gathers that this step should repeat; NULL if the gathers are unknown, or if the step has already
+     * made other gathers */
     const ps_gathers *expected;
     int32_t next;                 /* index of the next gather in `expected` */
     bool noting, alone;
@@ -110,8 +113,8 @@ static int buffer_pin(part *p, int device, unsigned access, void **out)
 
 static void buffer_unpin(part *p, int device) { ps_storage_unpin(&p->buffer, device); }
 
-/* Copies a buffer from its device to the host, from where it will be sent. Used if the group has not connected its
- * devices. */
+/* Allocates a staging buffer on the host for the part of rank r. If `contents` is set, copies the part from its device
+ * to the staging buffer. Used if the group has not connected its devices, so that bytes are sent through the host. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
 {
     part *p = part_at(sh, st, r);
@@ -147,10 +150,10 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 }
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
-/* Returns the device on which a part's bytes are sent and received. */
+/* Returns the device whose memory the part's bytes are sent from and received into. */
 static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
 
-/* Pins the part of rank r for a job, and fills st->at[r]. */
+/* Pins the part of rank r for a job, and stores the part's address and size in st->at[r]. */
 static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
 {
     part *p = part_at(sh, st, r);
@@ -166,8 +169,8 @@ static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
     return 0;
 }
 
-/* Releases the pins of hold. If `come` is set, bytes of other ranks have arrived, and this function copies them to
- * their parts. */
+/* Releases the pins of all hold() calls of a job. If `come` is set, the job has received bytes of other ranks. Bytes in
+ * staging buffers are then copied to their parts. */
 static int let_go(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
@@ -196,8 +199,8 @@ static place place_of(const ps_shard *sh, const stripe *st)
     return ON_HOST;
 }
 
-/* Starts a job on the stripe. If this rank cannot take part, the job sends the error of this rank to the other ranks.
- * job_end then returns this error. */
+/* Starts a job on the stripe. If this rank cannot pin the parts, the job sends this rank's error to the other ranks,
+ * and job_end returns the error on all ranks. */
 static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check)
 {
     int rc = 0;
@@ -267,7 +270,7 @@ static int gather_begin(ps_shard *sh, stripe *st)
 static int gather_end(ps_shard *sh, stripe *st)
 {
     st->gathering = false;
-    for (int r = 0; r < sh->size; r++)                       /* the gather has skipped parts that hold gradients */
+    for (int r = 0; r < sh->size; r++)                       /* nbytes is 0 for parts that hold gradients */
         if (st->at[r].nbytes > 0) part_at(sh, st, r)->whole = true;
     int rc = group_told(sh->group, job_end(sh, st, true));
     if (rc < 0) {
@@ -285,8 +288,8 @@ static bool keeps(const ps_shard *sh, const stripe *st)
     return false;
 }
 
-/* Closes the least recently used stripes until only OPEN_UNPLANNED stripes are open. If there is no list of gathers,
- * this is called before another stripe is opened. */
+/* Called before another stripe is opened, if there is no list of gathers. Closes the least recently used stripes until
+ * at most OPEN_UNPLANNED stripes are open. */
 static void close_oldest(ps_shard *sh, const stripe *except)
 {
     for (;;) {
@@ -321,7 +324,7 @@ int64_t ps_shard_comes(const ps_shard *sh, int32_t number)
     return sum;
 }
 
-/* Returns the stripe of the next gather in the list, or -1. */
+/* Returns the stripe of the next gather in sh->expected, or -1. */
 static int32_t coming(const ps_shard *sh)
 {
     return sh->expected && sh->next < sh->expected->n ? sh->expected->list[sh->next].stripe : -1;
@@ -333,7 +336,7 @@ static void note_gather(ps_shard *sh, stripe *st)
     st->noted = -1;
     if (!sh->noting) return;
     if (!ps_try_grow(record->list, record->capacity, record->n + 1)) {
-        /* The next step then has no list, so it gathers each stripe at its first read. */
+        /* Record no gathers. The next step then has no list, and gathers each stripe at its first read. */
         sh->noting = false;
         record->n = 0;
         return;
@@ -342,8 +345,8 @@ static void note_gather(ps_shard *sh, stripe *st)
     record->list[record->n++] = (ps_gather){ number_of(sh, st), pass_of_step(sh), 0 };
 }
 
-/* Begins the next gather of the list before the read that needs it. If the gather cannot begin now, every later read
- * tries to begin it. */
+/* Begins the next gather in sh->expected early, before an op reads its stripe. If the stripe is still in use, does
+ * nothing. Each read of a stripe calls this function, so a later read begins the gather. */
 static int run_ahead(ps_shard *sh)
 {
     int32_t next = coming(sh);
@@ -352,8 +355,8 @@ static int run_ahead(ps_shard *sh)
     return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
 }
 
-/* Discards the list of gathers, because the step differs from it. The number of reads of each stripe is then
- * unknown. */
+/* Discards the list of expected gathers, because the step differs from the list. After that, the expected number of
+ * reads of each stripe is unknown. */
 static void go_on_without(ps_shard *sh)
 {
     sh->expected = NULL;
@@ -385,7 +388,7 @@ static int touch(ps_shard *sh, stripe *st)
     if (st->pass != sh->step->pass) {
         PS_TRY(begin_pass(sh, st));
     } else {
-        /* If this is true, the list expects fewer uses. */
+        /* If the stripe has already been read `until` times, the step differs from the list. */
         if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);
         PS_TRY(open_stripe(sh, st));
     }
@@ -395,8 +398,8 @@ static int touch(ps_shard *sh, stripe *st)
     return 0;
 }
 
-/* Closes stripes that will not be read again. This happens only when the next op begins, because an op can fail after
- * it has unpinned its inputs. */
+/* Called when an op begins. Closes the stripes that the previous op has read and that will not be read again. The
+ * previous op itself cannot close them, because an op can fail and be repeated after it has unpinned its inputs. */
 void ps_shard_tick(ps_shard *sh)
 {
     while (sh->n_touched > 0) {
@@ -408,8 +411,8 @@ void ps_shard_tick(ps_shard *sh)
     ps_chunks_tick(sh->chunks);
 }
 
-/* Subtracts the reads of the failed op. If the op is tried again, it repeats these reads. Without the subtraction,
- * the counts would then differ from those of other ranks. */
+/* Subtracts the reads of the failed op from the number of reads of each stripe. If the op is tried again, it repeats
+ * these reads. Without the subtraction, this rank would count more reads than the other ranks. */
 void ps_shard_failed(ps_shard *sh)
 {
     while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
@@ -446,7 +449,7 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->first_pass = sh->step->pass;
 }
 
-/* Returns a 52-bit hash plus 1. A double represents this number exactly, and it is never 0. */
+/* Returns a hash of 52 bits plus 1. The result is never 0, and a double represents it exactly. */
 double ps_shard_expects(const ps_shard *sh)
 {
     if (!sh->expected) return 0;
@@ -456,8 +459,8 @@ double ps_shard_expects(const ps_shard *sh)
 
 void ps_shard_expect_none(ps_shard *sh) { sh->expected = NULL; }
 
-/* Returns the recorded gathers, without those that had no read. A stripe that only receives gradients does not need
- * its values. */
+/* Returns the recorded gathers, without the gathers whose stripe was not read. A stripe that only receives gradients
+ * does not need its values. */
 const ps_gathers *ps_shard_step_end(ps_shard *sh)
 {
     int32_t n = 0;
@@ -493,7 +496,7 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_
 {
     const part *p = &sh->parts[number];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (st->gathering) PS_TRY(gather_end(sh, st));       /* this gather began early, and nothing has read the stripe */
+    if (st->gathering) PS_TRY(gather_end(sh, st));       /* the gather began early, and no op has read the stripe */
     PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
     st->reducing = true;
     return 0;
@@ -520,7 +523,7 @@ static int shard_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acce
     stripe *st = &sh->stripes[p->c.stripe];
     bool reads = p->c.reads && !(access & PS_WRITE);
     if (reads && !s->engine.taken && !sh->alone && (st->open || !p->grads)) PS_TRY(touch(sh, st));
-    /* A gather also writes to the part, so it must end first. */
+    /* A gather in progress also writes to the part, so it must end before the op writes to the part. */
     if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));
     if (l->inner) {
         PS_TRY(ps_storage_pin(l->inner, device, access, out));
@@ -622,8 +625,8 @@ static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
     return l;
 }
 
-/* Moves s into the part. If this rank has the chunk of the part, s was in that chunk. `inner` then receives the
- * position of s in the chunk. */
+/* Moves s into the part of l. If this rank has the chunk of the part, s is in this chunk and `inner` is not NULL. Then
+ * the position of s in the chunk moves to `inner`. */
 static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
 {
     if (inner) {
@@ -651,7 +654,7 @@ static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64
     return 0;
 }
 
-/* Reads s, because another rank needs its bytes and every rank must take part in the gather. */
+/* Reads s, because another rank reads s too, and every rank must take part in the gather of its stripe. */
 static int read_along(ps_storage *s)
 {
     void *p;
@@ -723,7 +726,7 @@ static void take_back(ps_shard *sh, ps_storage *s, bool closing)
     *l->link = l->next;
     if (l->next) l->next->link = l->link;
     s->block = NULL;
-    /* If s is the last storage of the part, freeing s frees the bytes that the job uses. */
+    /* If s is the last storage of the part, freeing s frees the part. Therefore a job of the stripe must end before. */
     if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);
     inner_release(l->inner, closing);
     if (--p->n_lent == 0) part_end(sh, p);

@@ -1,20 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This header declares the sharding layer of ZeRO. Each chunk belongs to one rank. Other ranks have its bytes only
- * while they need them. This layer wraps the chunk manager, which does not know about ranks. It is the keeper of the
- * storages in parts (see ps_keeper in mem.h). If the group has connected the devices that ops use, bytes are sent
- * from device to device. Otherwise they are sent through host memory.
+ * This header declares the sharding layer of ZeRO. Each chunk belongs to one rank. Another rank has a copy of the chunk
+ * only while it needs the copy. This layer wraps the chunk manager, which does not know about ranks. It is the keeper
+ * of the storages in parts (see ps_keeper in mem.h). If the group has connected the devices that ops use, bytes are
+ * sent from device to device. Otherwise bytes are sent through host memory.
  *
- * A part is the bytes of one chunk. On the owner they are in the chunk, and on other ranks they are in a temporary
- * buffer. A stripe is a list of parts, with at most one part of each rank. The parts of a stripe are gathered and
- * reduced together, so that all ranks send at the same time. A read of a part gathers its stripe, unless the stripe
- * is open. After a write, the owner keeps the result. The other ranks drop their result, because every rank runs the
- * same program.
+ * A part is the bytes of one chunk. On the owner the part is the chunk itself, and on another rank the part is in a
+ * temporary buffer. A stripe is a list of parts, with at most one part of each rank. The parts of a stripe are gathered
+ * and reduced together, so that all ranks send at the same time. A read of a part gathers its stripe, unless the stripe
+ * is open. Every rank runs the same program, so every rank writes the same result to a part. The owner keeps the
+ * result, and the other ranks drop it.
  *
- * All ranks must gather and reduce the same stripes in the same order. Therefore the order depends only on the uses
- * of parts, and never on free memory or on time. If the list of gathers of an earlier step is known, the next gather
- * begins while the present stripe is in use, and a stripe is dropped after its last use in a pass. If the list is
- * unknown, two stripes stay open in addition to the one that is being read. These are the stripes that were used
- * last.
+ * All ranks must gather and reduce the same stripes in the same order. Therefore the order depends only on the uses of
+ * parts, and never on free memory or on time. If the list of gathers of an earlier step is known, the next gather
+ * begins while the current stripe is in use, and a stripe is closed after its last use in a pass. If the list is
+ * unknown, the two most recently used stripes stay open in addition to the stripe that is being read.
  *
  * Sources: Rajbhandari et al., ZeRO, SC 2020. For stripes with one chunk per rank: Fang et al., PatrickStar, 2022. */
 #ifndef PS_SHARD_H
@@ -27,52 +26,52 @@ typedef struct ps_shard ps_shard;
 
 int ps_shard_new(ps_chunks *chunks, const ps_step *step, ps_backend *const *devices, int device, int host,
                  ps_group *group, ps_shard **out);
-/* Closes ZeRO. Must be called before the chunks are closed. The storages in parts lose their bytes. */
+/* Closes ZeRO. Must be called before the chunks are closed. Frees the bytes of all storages in parts. */
 void ps_shard_close(ps_shard *sh);
-/* ps_shard_tick is called when an op begins. ps_shard_failed is called when the latest op has failed. The reads of a
- * failed op do not count. */
+/* ps_shard_tick is called when an op begins. ps_shard_failed is called when the latest op has failed. It subtracts the
+ * reads of this op from the number of reads of each stripe. */
 void ps_shard_tick(ps_shard *sh);
 void ps_shard_failed(ps_shard *sh);
 ps_group *ps_shard_group(const ps_shard *sh);
 
 int ps_shard_part(ps_shard *sh, const ps_part_config *config, int32_t *part);
-/* Frees a part that has no storages. The caller must then free the chunk. This function is for chunks that every rank
- * keeps. Other parts are freed together with their last storage. */
+/* Frees a part that has no storages. After that, the caller must free the part's chunk. This function is for chunks
+ * that every rank keeps. Any other part is freed when its last storage is freed. */
 int ps_shard_part_drop(ps_shard *sh, int32_t part);
-/* Moves a storage and its bytes to `offset` of a part. stays: has the same meaning as in ps_chunk_adopt, on the owner
- * of the part. */
+/* Moves a storage and its bytes to `offset` in a part. On the owner of the part, `stays` has the same meaning as in
+ * ps_chunk_adopt. */
 int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t part, int64_t offset, const char *name, bool stays);
 /* Makes a storage in a part. On the owner of the part, the bytes of the storage are zeros. */
 int ps_shard_storage_new(ps_shard *sh, int32_t part, int64_t offset, int64_t nbytes, const char *name,
                          ps_storage **out);
 void ps_shard_storage_undo(ps_shard *sh, ps_storage *s);
-/* Returns a storage that has the bytes of s and that can be used without other ranks. If s is not in a part, this is
- * s itself. Returns NULL if another rank owns the bytes. */
+/* Returns a storage with the bytes of s that this rank can use without other ranks. If s is not in a part, returns s
+ * itself. If another rank owns the bytes, returns NULL. */
 ps_storage *ps_shard_own(const ps_shard *sh, ps_storage *s);
 bool ps_shard_has(const ps_shard *sh, const ps_storage *s);
 /* Returns the chunk of s on this rank, or -1. */
 int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
-/* Begins a pass with a new number. Closes the open stripes, except for a stripe that the next gather would fetch
- * again. */
+/* Called when a pass begins. Closes the open stripes, except for the stripe of the next expected gather. */
 void ps_shard_pass(ps_shard *sh);
-/* Closes all stripes, and begins to record gathers. expected: the gathers that the step should repeat, or NULL if
- * they are unknown. They must stay valid until ps_shard_step_end. */
+/* Closes all stripes, and begins to record gathers. expected: the gathers that the step should repeat, or NULL if they
+ * are unknown. The list must stay valid until ps_shard_step_end. */
 void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected);
 double ps_shard_expects(const ps_shard *sh);              /* hash of the expected gathers, or 0 if unknown */
 void ps_shard_expect_none(ps_shard *sh);
-/* Returns the recorded gathers. They are valid until the next ps_shard_step_begin. */
+/* Returns the recorded gathers. The list is valid until the next ps_shard_step_begin. */
 const ps_gathers *ps_shard_step_end(ps_shard *sh);
 /* Called when values may have changed. Later uses gather the values again. Waits for jobs in progress. */
 void ps_shard_forget(ps_shard *sh);
 
-/* Called before a gradient is written into the part. The part then stays until its stripe has been reduced. */
+/* Called before a gradient is written into the part. After the call, the part keeps its bytes until its stripe has been
+ * reduced. */
 int ps_shard_grads(ps_shard *sh, int32_t part);
-/* These functions sum the versions of all ranks of the part's stripe. The sum is computed concurrently with other
- * work between begin and end. The owner of each part receives its sum. If `everywhere` is set, every rank receives
- * it. `check` must be the same on all ranks. At the end, this rank drops the parts of other owners. If gradients are
- * stored in place of values, they are then sums, and storage->engine.taken still marks them. */
+/* Sum each part of the stripe that contains `part` over all ranks. The sums are computed concurrently with other work,
+ * from begin to end. The owner of a part receives the part's sum. If `everywhere` is set, every rank receives all sums.
+ * `check` must be the same on all ranks. ps_shard_reduce_end drops the parts that other ranks own. If gradients are
+ * stored in place of values, storage->engine.taken is still set after the sum. */
 int ps_shard_reduce_begin(ps_shard *sh, int32_t part, bool everywhere, uint64_t check);
 int ps_shard_reduce_end(ps_shard *sh, int32_t part);
 /* Switches a mode on or off in which only this rank runs ops, and nothing is gathered. In this mode, ops may read

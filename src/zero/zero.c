@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file has the entry points of ZeRO. They are the table that the engine calls, and the functions of ps.h with
- * which scripts shard chunks over ranks. */
+ * This file contains the entry points of ZeRO: the table that the engine calls, and the functions of ps.h that scripts
+ * call to shard chunks over ranks. */
 #include "zero/zero.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -118,7 +118,7 @@ int ps_engine_part_tensor(ps_ctx *ctx, const ps_tensor *like, int dtype, int dev
     PS_TRY(engine_meta_like(base.e, like, dtype, device, &meta, &nbytes));
     PS_TRY(ps_shard_storage_new(shard_of(base.zero), part, offset, nbytes, name, &s));
     int rc = ps_tensor_over(ctx, s, &meta, device, out);
-    if (rc < 0) ps_shard_storage_undo(shard_of(base.zero), s);       /* allows the caller to try again */
+    if (rc < 0) ps_shard_storage_undo(shard_of(base.zero), s);       /* so that the caller can try again */
     return rc;
 }
 

@@ -8,11 +8,11 @@
 #include "engine/zero_table.h"
 #include "zero/shard.h"
 
-/* The parts that have the values and the gradients of a unit. grad_part is -1 if gradients are stored in place of the
- * values. */
+/* The parts of a unit. param_part contains the values. grad_part contains the gradients, or is -1 if gradients are
+ * stored in place of the values. */
 typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
 
-/* The units whose gradients are reduced together. There is at most one unit per rank. */
+/* The units of one stripe. Their gradients are reduced together. A stripe has at most one unit per rank. */
 typedef struct stripe_units {
     int32_t n, n_final, vstage;
     int32_t part;                 /* during a reduction, a part of the stripe; otherwise -1 */
