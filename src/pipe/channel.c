@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the executor's channel between processes. It uses the messages of src/p2p/p2p.c. */
+ * This file implements the executor's channel (pipe_channel) between processes, with the messages of src/p2p/p2p.c. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "p2p/p2p.h"

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file allocates the memory of a table, and makes the checks after which a table is sealed. In a sealed table,
- * every action occurs once, after the actions of its row that it needs. Gradients are summed in the order of
- * micro-batches, and ranks cannot deadlock. */
+ * This file allocates the memory of a table, checks the table, and seals it. A sealed table has these guarantees:
+ *   - Every action occurs once, after the actions of its row that it needs.
+ *   - Gradients are summed in the order of micro-batches.
+ *   - Ranks cannot deadlock. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
@@ -10,7 +11,7 @@
 static int32_t *numbers(int64_t n)
 {
     int32_t *a = ps_alloc((size_t)n * sizeof *a);
-    if (a) memset(a, 0xff, (size_t)n * sizeof *a);          /* sets all numbers to -1 */
+    if (a) memset(a, 0xff, (size_t)n * sizeof *a);          /* set all numbers to -1 */
     return a;
 }
 
@@ -114,8 +115,9 @@ static int find_missing(const ps_pipe_table *t)
     return 0;
 }
 
-/* Checks that each virtual stage sums gradients in the order of micro-batches. Also checks that each rank begins its
- * backwards in this order, because the loop of the script receives the micro-batches in this order. */
+/* Checks that each virtual stage sums gradients in the order of micro-batches. Also checks that each rank runs its
+ * first backward of micro-batch i before its first backward of micro-batch i + 1, because the loop of the script
+ * receives the micro-batches in this order. */
 static int check_order(const ps_pipe_table *t)
 {
     for (int32_t v = 0; v < t->spec.vstages; v++)
@@ -156,7 +158,7 @@ static void name_links(ps_pipe_table *t)
     }
 }
 
-/* Numbers the messages of each link. A link sends messages in the order in which the row of the sender makes them. */
+/* Numbers the messages of each link. A link sends messages in the order in which the sender's row makes them. */
 static int order_messages(ps_pipe_table *t)
 {
     int32_t *n[PIPE_DIRECTIONS] = { ps_alloc0((size_t)t->spec.vstages * sizeof(int32_t)),

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file reads and writes tables as text in the format of PyTorch's torch.distributed.pipelining. Each line is a
- * rank, and each cell is an action. An example is "2F0", which is the forward of virtual stage 2 for micro-batch 0.
- * In PyTorch, empty cells are idle ticks. They are skipped here, because an action begins when everything that it
- * needs is available. */
+ * This file reads and writes tables as text in the format of PyTorch's torch.distributed.pipelining. Each line is the
+ * row of a rank, and each cell is an action, such as "2F0", the forward of virtual stage 2 for micro-batch 0. In
+ * PyTorch, an empty cell is an idle tick. This file skips empty cells, because our actions begin when everything that
+ * they need is available. */
 #include <stdio.h>
 #include <string.h>
 #include "base/grow.h"
@@ -51,7 +51,7 @@ static int refuse(const reader *r, const char *from, const char *to, const char 
                    ps_text_shown(text, shown, sizeof shown), why);
 }
 
-/* Reads an integer that must be smaller than `limit`. The integer cannot overflow, because no limit exceeds 2^20. */
+/* Reads an integer that must be smaller than `limit`. The integer cannot overflow, because `limit` is at most 2^20. */
 static bool take_number(const char **at, const char *end, int32_t limit, int32_t *out)
 {
     int32_t value = 0;
@@ -120,7 +120,7 @@ static int make(reader *r, ps_pipe_table **out)
     ps_pipe_table *t;
     PS_TRY(pipe_new(&spec, r->n_vstages, &t));
     memcpy(t->rows, r->rows, (size_t)r->n * sizeof *t->rows);
-    /* The table now owns the actions, so only the table frees them. */
+    /* The table now owns the actions. Clear r->rows, so that the reader does not free the actions. */
     memset(r->rows, 0, (size_t)r->n * sizeof *r->rows);
     int rc = pipe_seal(t);
     if (rc < 0) return ps_error_prefix("%s: ", r->name), ps_pipe_table_free(t), rc;

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file cuts a model into virtual stages so that the simulated time of its schedule is short. The longest stage
- * is not the only factor. Shorter first and last stages make the bubble smaller, and the sum over all stages of a
- * rank also matters.
+ * This file cuts a model into virtual stages so that the simulated time of its schedule is short. Three things
+ * influence this time: the time of the longest virtual stage, the times of the first and last virtual stages (if they
+ * are shorter, the bubble is smaller), and the time of all virtual stages of a rank together.
  *
- * The method is iterated local search (Lourenco et al. 2003). A step moves one part from one virtual stage to
- * another, which shifts all cuts between the two stages by one part. The best step is made as long as it improves the
- * result. Then some cuts are shifted at random, and the search continues from the new split. The random numbers are
- * the same in every call. */
+ * The method is iterated local search (Lourenco et al. 2003). A search step moves one part from one virtual stage to
+ * another, which shifts all cuts between these two stages by one part. The search tries all steps and makes the best
+ * step, until no step improves the split. Then it shifts some cuts at random, and continues from the new split. The
+ * random numbers are the same in every call. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -17,7 +17,8 @@ enum { MOST_TRIED = 20000, LEAST_TRIED = 500, ACTIONS_TRIED = 20000000, ROUNDS =
 
 typedef struct score {
     double makespan;
-    /* unevenness: sum of the squares of the stages' times; decides between splits with equal makespans */
+    /* unevenness: sum of the squares of the stages' times; of two splits with equal makespans, the split with the lower
+     * unevenness is better */
     double unevenness;
 } score;
 
@@ -27,8 +28,8 @@ typedef struct search {
     int32_t n, vstages, tried, most;
     const ps_pipe_link *link;
     ps_pipe_cost *costs;            /* [vstages] costs of the split that is being tried */
-    /* begin: [vstages + 1] the split that is being tried: index of the first part of each stage, followed by the
-     * number of parts */
+    /* begin: [vstages + 1] the split that is being tried: the index of the first part of each virtual stage, and in the
+     * last element the number of parts */
     int32_t *begin;
     /* here: [vstages + 1] the split that is being improved
      * best: [vstages + 1] the best split so far */
@@ -71,9 +72,9 @@ static void cut_equally(search *s)
     for (int32_t v = 0; v <= s->vstages; v++) s->begin[v] = v * size + (v < larger ? v : larger);
 }
 
-/* Splits the model so that no virtual stage takes longer than `most`. Each stage gets as many parts as fit, but at
- * least one part is kept for each later stage. A part that takes longer than `most` becomes a stage of its own.
- * Returns false if parts remain. */
+/* Splits the model so that no virtual stage takes longer than `most`. Each virtual stage gets as many parts as fit,
+ * except that at least one part is left for each later virtual stage. A part that takes longer than `most` becomes a
+ * virtual stage of its own. Returns false if parts are left after the last virtual stage. */
 static bool cut_within(search *s, double most)
 {
     int32_t at = 0;
@@ -105,8 +106,7 @@ static void cut_evenly(search *s)
 /* -- search steps -------------------------------------------------------------------------------------------------- */
 static size_t cut_nbytes(const search *s) { return ((size_t)s->vstages + 1) * sizeof *s->begin; }
 
-/* Shifts the boundaries before virtual stages from..to by `by` parts. Returns false if this would make a virtual
- * stage empty. */
+/* Adds `by`, which is 1 or -1, to begin[from] to begin[to]. Returns false if a virtual stage would become empty. */
 static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int32_t by)
 {
     if (by < 0 ? begin[from] - 1 <= begin[from - 1] : begin[to] + 1 >= begin[to + 1]) return false;
@@ -114,8 +114,8 @@ static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int
     return true;
 }
 
-/* Improves the split `here`. Makes the best step until no step improves the score. *at: score of `here`, which is
- * updated. */
+/* Improves the split `here`. Tries all steps and makes the best step, until no step improves the score. The caller sets
+ * *at to the score of `here`, and the function updates it. */
 static int descend(search *s, score *at)
 {
     for (bool moved = true; moved && s->tried < s->most;) {
@@ -136,8 +136,8 @@ static int descend(search *s, score *at)
     return 0;
 }
 
-/* Shifts boundaries of `here` at random. Odd rounds shift few boundaries, to search near the best split. Even rounds
- * shift many. */
+/* Makes random steps in the split `here`. An odd round makes 3 or 5 steps, to search near the best split. An even round
+ * makes many steps. */
 static void disturb(search *s, uint32_t round)
 {
     uint32_t n = round % 2 ? 2 + round % 4 : 4 * (uint32_t)s->vstages;
@@ -149,9 +149,9 @@ static void disturb(search *s, uint32_t round)
     }
 }
 
-/* Finds the best split by several descents. The first descent starts from the even split. The second descent starts
- * from the result of the first or from the equal split, whichever is better. Each later descent starts from the best
- * split so far, with some boundaries shifted at random. */
+/* Finds the best split by several calls of descend(). The first call starts from the even split (cut_evenly). The
+ * second call starts from the best of two splits: the result of the first call, and the equal split (cut_equally). Each
+ * later call starts from the best split so far, after random steps. */
 static int look(search *s, ps_pipe_cut_times *out)
 {
     score best, found;
@@ -175,9 +175,11 @@ static int look(search *s, ps_pipe_cut_times *out)
 }
 
 /* -- the lower bound ----------------------------------------------------------------------------------------------- */
-/* Returns a lower bound for the makespan of every split, which is the larger of two times. One is the time of all
- * work divided by the number of stages. The other is the time of the worst part. It is the time of the forwards of
- * all earlier parts for one micro-batch, plus the time of all work of the part itself for all micro-batches. */
+/* Sets out->bound to a lower bound for the makespan of every split. The bound is the largest of these times:
+ *   - The time of all work of all parts, divided by the number of stages.
+ *   - For each part: the time of the forwards of all earlier parts for one micro-batch, plus the time of all work of
+ *     this part for all micro-batches. If the time of a part is the largest, sets out->bound_part to the part's index.
+ *     Otherwise sets it to -1. */
 static void find_bound(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, ps_pipe_cut_times *out)
 {
     bool back = !t->spec.forward_only;

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the executor, which performs one rank's row of a table. The caller handles forwards and
- * yields, which are events for it. The executor itself performs transfers. It also performs backwards, weight
- * gradients and reductions, as actions of the row's step. A walk stops at a recompute segment. The caller then runs
- * the segment again in an event, and the walk continues after this event.
+ * This file implements the executor, which performs one rank's row of a table. The executor returns each forward and
+ * each yield to the caller as an event, and the caller performs it. The executor itself performs transfers, backwards,
+ * weight gradients and reductions. Backwards, weight gradients and reductions are also actions of the row's step. If a
+ * walk reaches a recompute segment, the executor returns an event, the caller runs the segment again, and the walk
+ * continues after this event.
  *
- * The executor owns the tensors that are sent between virtual stages. Each (virtual stage, micro-batch) pair has a
- * slot for these tensors, from its forward to its backward. Tensors in slots are held, so that no scope of the script
- * drops them. */
+ * The executor owns the tensors that are sent between virtual stages. Each (virtual stage, micro-batch) pair has a slot
+ * for these tensors, from its forward to its backward. Tensors in slots are held, so that no scope of the script drops
+ * them. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -65,7 +66,7 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_channel *chann
     x->ctx = ctx;
     ctx->refs++;
     x->t = t;
-    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* allows the caller to free the table first */
+    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* the caller may free the table before x */
     x->rank = rank;
     x->host = find_host(ctx);
     for (size_t s = 0; s < v; s++) x->n_local += t->rank_of[s] == rank;
@@ -211,8 +212,8 @@ int ps_pipe_score(ps_pipe *x, int micro, double hits, double targets)
     return 0;
 }
 
-/* Makes the received tensors a boundary, where the tape begins to record. Does nothing if the sender needs no
- * gradient for any of these tensors. */
+/* Makes the received tensors a boundary, where the tape begins to record. Does nothing if the sender needs no gradient
+ * of a received tensor. */
 static int bound(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -238,7 +239,7 @@ static void tell(ps_pipe *x, const ps_action *a)
     if (!x->dry) x->channel->table->at(x->channel, &tag);
 }
 
-/* Returns an event of this kind for the virtual stage and micro-batch of the due action. */
+/* Returns an event of the kind `kind` for the virtual stage and micro-batch of the due action. */
 static ps_pipe_event hand_out(ps_pipe *x, int32_t kind)
 {
     const ps_action *a = due(x);
@@ -272,7 +273,7 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 static int finish(ps_pipe *x, ps_pipe_event *out)
 {
     while (x->n_sends > 0) PS_TRY(pipe_wait_for(x, x->sends[--x->n_sends], NULL));
-    /* An update must not begin while received bytes are still in transit. */
+    /* Wait for received bytes that are still in transit, because the update must not begin before they arrive. */
     PS_TRY(pipe_settle(x, true));
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) pipe_let_slot_go(&x->slots[i]);
     if (!x->dry) x->channel->table->at(x->channel, NULL);
@@ -282,7 +283,7 @@ static int finish(ps_pipe *x, ps_pipe_event *out)
     return 0;
 }
 
-/* Ends the action in progress, and moves the cursor to the next action. */
+/* Records the simulated times of the action that has ended, and moves the cursor to the next action. */
 static void go_past(ps_pipe *x, const ps_action *a)
 {
     double begin = x->clock;
@@ -302,8 +303,8 @@ static int check_due(const ps_pipe *x, const ps_action *a)
 
 static bool goes_back(int kind) { return kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT; }
 
-/* Returns true if the virtual stage receives gradients or computes the loss. A stage receives no gradients if neither
- * this stage nor an earlier one has anything to train. */
+/* Returns true if the virtual stage receives gradients or computes the loss. A virtual stage receives no gradients if
+ * neither this virtual stage nor an earlier virtual stage has trainable parameters. */
 static bool gets_gradients(const ps_pipe *x, const ps_action *a)
 {
     if (a->vstage == x->t->spec.vstages - 1) return true;
@@ -312,8 +313,8 @@ static bool gets_gradients(const ps_pipe *x, const ps_action *a)
     return false;
 }
 
-/* Walks backward from the outputs of a virtual stage, with the received gradients. Returns 1 if the walk has stopped
- * at a segment. */
+/* Begins the walk of a virtual stage at its loss, or at its outputs with the received gradients. Returns 1 if the walk
+ * has stopped at a segment. */
 static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     ps_tensor *roots[PS_PIPE_CARRY];
@@ -328,12 +329,12 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    pipe_let_go(&s->out_grad);                               /* only the walk holds them now, so it can add in place */
+    pipe_let_go(&s->out_grad);                               /* now only the walk holds them and can add in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
-/* Makes a gradient contiguous, because only contiguous tensors can be sent. A view, such as a slice of the gradient
- * of a concatenation, is replaced by a contiguous copy. */
+/* Replaces the gradient *t by a contiguous copy if it is not contiguous, because only contiguous tensors can be sent.
+ * An example is a slice of the gradient of a concatenation. */
 static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
 {
     static const ps_attrs_contiguous none;
@@ -348,8 +349,8 @@ static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
     return 0;
 }
 
-/* Takes the gradients of `in` from the boundary, and frees everything else in the slot. If the previous virtual stage
- * is on this rank, it receives these gradients directly. */
+/* Called after a backward. Takes the gradients of `in` from the boundary, and frees all other tensors in the slot. If
+ * the previous virtual stage is on this rank, moves the gradients to its slot. */
 static int back_done(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -387,8 +388,8 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     return ps_step_next(x->step, a->kind, &how);
 }
 
-/* Repeats the recorded effects of an earlier micro-batch for the present action of the step. After an error, the
- * action is still in progress. */
+/* Repeats the recorded effects of an earlier micro-batch for the current action of the step, and ends the action. After
+ * an error, the action is still in progress. */
 static int do_again(ps_pipe *x, const ps_action *a)
 {
     PS_TRY(pipe_again(x, a, pipe_part_of(a->kind)));
@@ -402,9 +403,9 @@ static int forward_again(ps_pipe *x, const ps_action *a)
     return do_again(x, a);
 }
 
-/* Performs an action of the step. Returns 1 if its walk has stopped at a segment. The caller then handles the
- * segment, and the next call continues the action. After an error, the action is still in progress, as after an error
- * of ps_step_done. */
+/* Performs an action of the step. If the action's walk has stopped at a segment, returns 1. The caller must then run
+ * the segment again and call perform() again, which continues the action. After an error, the action is still in
+ * progress, as after an error of ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;
@@ -430,7 +431,8 @@ static bool is_own(const ps_pipe *x, int kind)
     return x->step && (goes_back(kind) || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE);
 }
 
-/* Returns true if Lua has work to do before the due action. The action must then first be returned as an event. */
+/* Returns true if Lua has work to do before the due action. In this case, the caller must first return the action as an
+ * event. */
 static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
 {
     if (x->told || x->stopped) return false;
@@ -438,8 +440,8 @@ static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
     return *collect || x->tells;
 }
 
-/* Begins or continues an action of the step. Returns 1 and an event if Lua has work to do before the action, or at
- * the segment where its walk has stopped. */
+/* Begins or continues an action of the step. If Lua has work to do before the action, or if the action's walk has
+ * stopped at a segment, stores an event in *out and returns 1. */
 static int go_through(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     int32_t collect = 0;
@@ -516,7 +518,7 @@ static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *
     return 0;
 }
 
-/* Passes the tensors of `out`, detached from the tape, to the next virtual stage. That stage is on this rank. */
+/* Detaches the tensors of `out` from the tape, and passes them to the next virtual stage, which is on this rank. */
 static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
 {
     bundle *to = &slot_of(x, a->vstage + 1, a->micro)->in;

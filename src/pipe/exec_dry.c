@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file runs the rows of a dry run. A micro-batch that repeats an earlier one is not performed again
- * (tensor/replay.h). */
+ * This file runs the rows of a dry run. Some micro-batches of a dry run repeat the recorded effects of an earlier
+ * micro-batch instead of performing their actions (tensor/replay.h). */
 #include "base/error.h"
 #include "pipe/exec_state.h"
 #include "tensor/replay.h"
@@ -20,7 +20,7 @@ int pipe_part_of(int kind)
 
 bool pipe_noting(const ps_pipe *x) { return x->dry && x->step; }
 
-/* Returns true if the micro-batch of the action repeats an earlier one. */
+/* Returns true if the action repeats the recorded effects of an earlier micro-batch. */
 bool pipe_is_again(const ps_pipe *x, const ps_action *a)
 {
     return pipe_noting(x) && a->micro >= x->first_again && a->micro < x->end_again && a->kind != PS_ACT_YIELD &&

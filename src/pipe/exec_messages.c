@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file sends messages between the executors of ranks. In forward, the tensors of a micro-batch are sent up. In
- * backward, their gradients are sent down. The losses are sent to all ranks. The receives of the next actions are
- * posted before these actions are due. */
+ * This file sends messages between the executors of ranks. In forward, the tensors of a micro-batch are sent up to the
+ * next virtual stage. In backward, the gradients of these tensors are sent down to the previous virtual stage. The
+ * losses are sent to all ranks. The receives of an action are posted before the action is due. */
 #include "base/error.h"
 #include "base/grow.h"
 #include "base/record.h"
@@ -28,8 +28,9 @@ static void let_out_go(slot *s)
     pipe_let_go(&s->out);
 }
 
-/* Frees the bytes of `out` after the send, unless the tape needs them. Backward begins at `out`, but it does not read
- * the bytes of `out`. Without this, each activation between virtual stages would exist twice. */
+/* Called after the send of `out`. Frees the bytes of `out`, unless the tape needs the bytes. Backward begins at `out`,
+ * but does not read its bytes. If the bytes were not freed, each activation between virtual stages would exist on two
+ * ranks. */
 static void let_bytes_go(slot *s)
 {
     for (int32_t i = 0; i < s->out.n; i++) {
@@ -52,7 +53,7 @@ void pipe_let_slot_go(slot *s)
     s->bounded = false;
 }
 
-/* Adds a tensor to a bundle. Releases the caller's reference, even if it fails. */
+/* Adds t to a bundle. Releases the caller's reference to t, even if the function fails. */
 int pipe_put(bundle *b, ps_tensor *t)
 {
     int rc = ps_tensor_check_alive(t);
@@ -79,8 +80,9 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* Finds the tensors that a transfer sends, and writes their indices to `carried`. In forward, these are all tensors
- * that one virtual stage passes to the next. In backward, they are only the tensors that get gradients. */
+/* Writes the indices of the tensors that a transfer sends to `carried`, and returns their number. A transfer of forward
+ * sends all tensors that one virtual stage passes to the next virtual stage. A transfer of backward sends only
+ * gradients, of the tensors that need a gradient. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
@@ -89,8 +91,8 @@ static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[
     return n;
 }
 
-/* Returns the tag of a message. The tag names the forward or backward that made the message. Both ends compute the
- * same tag. */
+/* Returns the tag of a message. The tag names the forward or backward that made the message. The sender and the
+ * receiver compute the same tag. */
 static pipe_tag tag_of(const ps_action *a, int32_t part)
 {
     return (pipe_tag){ goes_up(a) ? 'F' : 'B', (int16_t)part, pipe_is_receive(a) ? other_end(a) : a->vstage, a->micro };
@@ -107,15 +109,15 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return rc;
 }
 
-/* Returns the device from whose memory a tensor on `device` is sent, or into whose memory it is received. */
+/* Returns the device that sends and receives the bytes of a tensor on `device`: `device` itself, or the host. */
 static int meeting_place(const ps_pipe *x, int device)
 {
     const pipe_channel_table *w = x->channel->table;
     return w->carries && w->carries(x->channel, device) ? device : x->host;
 }
 
-/* Returns an error if messages between devices have failed. If `all` is set, first waits until all of them have
- * arrived. */
+/* Returns an error if a message between devices has failed. If `all` is set, first waits until all messages between
+ * devices have arrived. */
 int pipe_settle(ps_pipe *x, bool all)
 {
     if (x->dry || !x->channel->table->settle) return 0;
@@ -179,7 +181,7 @@ int pipe_post_before(ps_pipe *x, int32_t end)
     return 0;
 }
 
-/* Returns the index of the first action after the due one for which pipe_is_compute is true. */
+/* Returns the index of the first action after the due action for which pipe_is_compute() is true. */
 int32_t pipe_next_work(const ps_pipe *x)
 {
     int32_t at = x->cursor + 1;
@@ -187,7 +189,7 @@ int32_t pipe_next_work(const ps_pipe *x)
     return at;
 }
 
-/* Waits until the message of `request` has been received or sent. */
+/* Waits until the message of `request` has been sent or received. */
 int pipe_wait_for(ps_pipe *x, void *request, pipe_note *note)
 {
     int64_t began = ps_record_begin();
@@ -229,7 +231,7 @@ int pipe_receive(ps_pipe *x, const ps_action *a)
     return pipe_leave(x);
 }
 
-/* Begins a send. First frees earlier sends that have ended. Sends that remain are waited for at the end of the step. */
+/* Begins a send. First frees the earlier sends that have ended. The end of the step waits for the other sends. */
 static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
 {
     const pipe_channel_table *w = x->channel->table;
@@ -267,7 +269,7 @@ int pipe_send(ps_pipe *x, const ps_action *a)
     PS_TRY(rc);
     if (pipe_is_again(x, a)) return pipe_again(x, a, pipe_part_of(a->kind));
     pipe_enter(x, a, pipe_part_of(a->kind));
-    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds the bytes until they are sent */
+    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds the bytes until the send ends */
     else pipe_let_go(from);
     return pipe_leave(x);
 }
@@ -278,7 +280,7 @@ static pipe_tag loss_tag(const ps_pipe *x, int32_t micro)
     return (pipe_tag){ 'L', -1, x->t->spec.vstages - 1, micro };
 }
 
-/* Returns the rank that computes the losses, which has the last virtual stage. */
+/* Returns the rank of the last virtual stage, which computes the losses. */
 static int loser(const ps_pipe *x) { return x->t->rank_of[x->t->spec.vstages - 1]; }
 
 /* Posts the receives of all losses, in the order in which the losses are computed. Called when the step begins. */

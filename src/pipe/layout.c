@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file parses text that describes how a model is divided into pipeline stages. The format is that of
- * Megatron-LM's --pipeline-model-parallel-layout. */
+ * This file parses a layout: text that describes how a model is cut into pipeline stages. The format is the same as in
+ * Megatron-LM's option --pipeline-model-parallel-layout. */
 #include <string.h>
 #include "base/grow.h"
 #include "base/text.h"
@@ -33,8 +33,8 @@ static int push(reader *r, const char *from, int32_t n)
     return 0;
 }
 
-/* Reads a repetition after a letter, a bar or a bracket. For "*3", appends two copies of the characters of `out` that
- * start at position `from`. */
+/* Reads a repetition, such as "*3", after a letter, a bar or a bracket. The repeated characters are the characters of
+ * `out` from position `from` to the end. For "*3", appends two copies of these characters to `out`. */
 static int repeat(reader *r, int32_t from)
 {
     int32_t times = 0, size = r->n - from;
@@ -73,8 +73,8 @@ static int write_out(reader *r)
     return r->n_open ? refuse(r, "a bracket is not closed") : 0;
 }
 
-/* Checks the layout against the parts of the model. counts: [vstages] receives the number of parts in each virtual
- * stage; may be NULL. */
+/* Checks the layout against the parts of the model. Writes the number of parts in each virtual stage to counts
+ * [vstages], unless `counts` is NULL. */
 static int count(const reader *r, const char *kinds, int32_t vstages, int32_t *counts)
 {
     int32_t n_parts = (int32_t)strlen(kinds), bars = 0, part = 0, first = 0;

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file adds other actions between the forwards and backwards of a row: transfers, reductions and yields. A
- * message is sent as soon as it is made. It is received immediately before the action that needs it, but never out of
- * the order of its link. The gradients of a virtual stage are reduced after its last backward.
+ * This file adds other actions between the forwards and backwards of a row: transfers, reductions and yields. A message
+ * is sent as soon as it is made. A message is received immediately before the action that needs it, or earlier if a
+ * later message of the same link is needed. The gradients of a virtual stage are reduced after its last backward.
  *
- * YIELD i is the point at which the loop of the script receives micro-batch i. It is before the rank's first backward
- * of micro-batch i. It is as late as possible for a loop whose body makes all ranks wait for each other. To place
- * YIELD i, each row is cut before that backward. Then the cuts are moved towards the front until no action before a
- * cut needs an action after a cut. If a YIELD were later, a rank could wait for another rank that cannot reach its
- * own YIELD. For the same reason, actions after YIELD i wait only for messages that are made after the loss of
- * micro-batch i. Waiting for this loss therefore costs no time. */
+ * YIELD i is the point at which the loop of the script receives micro-batch i. The body of the loop may make all ranks
+ * wait for each other. Therefore each rank must be able to reach its YIELD i while the other ranks wait at YIELD i.
+ * YIELD i is the latest such point before the rank's first backward of micro-batch i. To place YIELD i, each row is cut
+ * before this backward. Then the cuts are moved towards the beginning of the rows until no action before a cut needs an
+ * action after a cut. If a rank's YIELD i were later, the rank could wait for an action that another rank performs only
+ * after its own YIELD i. Actions after YIELD i wait only for messages that are made after the loss of micro-batch i.
+ * Therefore waiting for this loss at YIELD i costs no time. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
@@ -20,18 +21,19 @@ typedef struct lowering {
     int32_t *safe;                  /* [stages] the cuts of the previous yield */
     /* yields: [stages x micro_batches] index of the action that follows each yield */
     int32_t *yields;
-    /* spans: [stages] for an evaluation, the simulated times of each row if every forward takes 1 */
+    /* spans: [stages] for an evaluation, the simulated times of each row if every forward takes a time of 1 */
     ps_pipe_span **spans;
-    /* n_taken: [n_vstages] for each link, the number of messages that the rows written so far receive */
+    /* n_taken: [n_vstages] for each link, the number of its messages that have a receive in the rows written so far */
     int32_t *n_taken[PIPE_DIRECTIONS];
 } lowering;
 
 /* -- yields -------------------------------------------------------------------------------------------------------- */
 static bool is_back(const ps_action *a) { return a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT; }
 
-/* Returns the latest position of a yield if only this rank is considered. An evaluation has no backward. In an
- * evaluation, the rank of the last virtual stage yields as soon as the output exists. The other ranks may be at most
- * 2 x stages micro-batches ahead. */
+/* Returns the latest position of the yield of `micro` in the row of `rank`, without regard to the other ranks. In
+ * training, this is the position of the rank's first backward of `micro`. In an evaluation, the rank of the last
+ * virtual stage yields as soon as the output exists. Any other rank yields so early that it is at most 2 * stages
+ * micro-batches ahead. */
 static int32_t alone(const lowering *w, int rank, int32_t micro)
 {
     const ps_pipe_table *t = w->t;
@@ -48,7 +50,7 @@ static int32_t alone(const lowering *w, int rank, int32_t micro)
     return at;
 }
 
-/* Returns true if the action needs no message, or if its message is made before the cut of the sender's row. */
+/* Returns true if the action needs no message, or if the sender makes the message before the cut of its row. */
 static bool is_inside(const lowering *w, const ps_action *a)
 {
     const ps_pipe_table *t = w->t;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file has the functions of a pipeline that the engine calls. They compute norms over all stages, and sum the
- * gradients of parameters that have copies on several stages. */
+ * This file implements the functions of a pipeline that the engine calls. They add the values of all stages for norms,
+ * and sum the gradients of parameters that have copies on several stages. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "collectives/collectives.h"
@@ -27,8 +27,9 @@ static int sum(ps_pipe_ranks *base, double *values, int32_t n)
 
 static bool has_copies(const ps_pipe_ranks *base) { return ((const stages *)base)->copies != NULL; }
 
-/* Sums a tensor over its copies in host memory, because stages can use the same embedding on different devices. For
- * example, one stage looks up its rows on the host, and another stage multiplies by it on a device. */
+/* Moves t to the host, sums it over the copies on all ranks, and moves the sum back. The sum is computed on the host,
+ * because the copies of a tensor can be on different devices. For example, one stage looks up the rows of an embedding
+ * on the host, and another stage multiplies by the embedding on a device. */
 static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 {
     ps_tensor *there = NULL, *back = NULL, *out[PS_MAX_OUT] = { NULL };
@@ -45,7 +46,7 @@ static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 
 static int sum_copies(ps_pipe_ranks *base, ps_tensor *t)
 {
-    if (t->ctx->step->dry) {                      /* a dry run only records the pin, because it has no bytes to send */
+    if (t->ctx->step->dry) {                      /* a dry run has no bytes to send and only records the pin */
         void *address;
         PS_TRY(ps_storage_pin(t->storage, t->device_, PS_READ | PS_WRITE, &address));
         ps_storage_unpin(t->storage, t->device_);

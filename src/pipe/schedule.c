@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the schedules. A schedule is the order in which a rank performs its forwards and backwards. All
- * schedules except zb_v follow one rule with three numbers (struct rule). A rank first performs some forwards, and then
- * one forward and one backward in turn. If backward is split, a WEIGHT runs a fixed number of INPUTs after its INPUT.
+ * This file implements the schedules. A schedule is the order in which each rank performs its forwards and backwards.
+ * All schedules except zb_v follow one rule with three numbers (struct rule). A rank first performs some forwards. Then
+ * it performs a forward and a backward alternately. If backward is split into INPUT and WEIGHT, the rank performs a
+ * fixed number of other INPUTs between an INPUT and its WEIGHT.
  *
- *   gpipe        All forwards are first (Huang et al. 2019).
+ *   gpipe        Each rank performs all forwards first (Huang et al. 2019).
  *   1f1b         Rank r first performs stages - 1 - r forwards (Narayanan et al. 2019, PipeDream-Flush).
- *   interleaved  Each rank has several virtual stages, which it performs in turn, for one group of micro-batches at a
- *                time (Narayanan et al. 2021). A group has `stages` micro-batches. Megatron requires that `stages`
- *                divides micro_batches. If it does not, some groups are larger here. This is a generalization of
- *                PyTorch's rounds.
- *   looped_bfs   Like interleaved, but with a single group of all micro-batches and with all forwards first
+ *   interleaved  Each rank has several virtual stages. The rank performs one group of micro-batches after the other,
+ *                and within a group one virtual stage after the other (Narayanan et al. 2021). A group has `stages`
+ *                micro-batches. Megatron requires that micro_batches is a multiple of `stages`. If it is not a
+ *                multiple, this file makes some groups larger. This is a generalization of PyTorch's rounds.
+ *   looped_bfs   Like interleaved, but all micro-batches are in a single group, and all forwards are first
  *                (Lamy-Poirier 2022).
- *   zb_h1        1f1b with a split backward. On rank r, a WEIGHT runs r micro-batches later (Qi et al. 2023).
- *   zb_v         Each rank has two virtual stages. Their order goes down the ranks and then up again (Qi et al. 2023,
- *                section 6). */
+ *   zb_h1        1f1b with a split backward. On rank r, a WEIGHT runs r INPUTs after its INPUT (Qi et al. 2023).
+ *   zb_v         Each rank has two virtual stages. The first half of the virtual stages is on ranks 0, 1, ..., and the
+ *                second half is on the same ranks in descending order (Qi et al. 2023, section 6). */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -39,13 +40,13 @@ typedef struct rule {
     /* groups: number of groups of micro-batches. A rank completes one group after the other. */
     int32_t groups;
     int32_t first;                  /* number of forwards before the first backward */
-    /* lag: number of INPUTs between an INPUT and its WEIGHT, or -1 if backward is not split */
+    /* lag: number of other INPUTs between an INPUT and its WEIGHT, or -1 if backward is not split */
     int32_t lag;
 } rule;
 
-/* Finds the k-th forward of a rank. *local receives the index of its virtual stage on the rank, and *micro its
- * micro-batch. The sizes of groups differ by at most one micro-batch, and larger groups are first. Therefore the
- * number `first`, which is computed for the first group, is large enough for all groups. */
+/* Finds forward k of a rank; the first forward is 0. Sets *local to the index of the forward's virtual stage on the
+ * rank, and *micro to its micro-batch. The sizes of groups differ by at most one micro-batch, and the larger groups
+ * come first. Therefore rule.first, which is computed for the first group, is large enough for all groups. */
 static void nth(const ps_pipe_spec *s, int32_t groups, int32_t k, int32_t *local, int32_t *micro)
 {
     int32_t v = s->virtual_stages, size = s->micro_batches / groups, larger = s->micro_batches % groups;
@@ -96,11 +97,12 @@ static rule rule_of(const ps_pipe_spec *s, int rank)
 
 /* -- zb_v ---------------------------------------------------------------------------------------------------------- */
 /* The row of a rank while it is being filled.
- * down, up: the virtual stages of the rank on the way down and on the way up
- * forward, back, weight: number of forwards, INPUTs and WEIGHTs so far, for each way (0: down, 1: up) */
+ *   down                    the rank's virtual stage in the first half of the virtual stages
+ *   up                      the rank's virtual stage in the second half
+ *   forward, back, weight   number of forwards, INPUTs and WEIGHTs in the row so far; index 0: down, index 1: up */
 typedef struct vee { ps_pipe_table *t; int rank; int32_t down, up, forward[2], back[2], weight[2]; } vee;
 
-/* Appends the next action of a kind to the row. Appends nothing if there is no such micro-batch. */
+/* Appends the action `kind` of the next micro-batch to the row. After the last micro-batch, appends nothing. */
 static int push_next(vee *z, int kind, int up)
 {
     int32_t *count = kind == PS_ACT_FORWARD ? z->forward : kind == PS_ACT_INPUT ? z->back : z->weight;
@@ -115,10 +117,10 @@ static int push_back_whole(vee *z, int up)
     return push_next(z, PS_ACT_WEIGHT, up);
 }
 
-/* Fills a row as if each action took one tick. Forwards fill the time until the first loss has come back up the
- * ranks. Then each rank repeats the six actions of a micro-batch. At the end, WEIGHTs fill the time in which the last
- * gradients are sent down. The first rank begins with 2 x stages - 1 micro-batches. If the step has fewer
- * micro-batches, the actions of the missing ones are omitted. */
+/* Fills a row, on the assumption that each action takes the same time. Until the rank receives its first gradient, it
+ * performs forwards. Then it repeats the six actions of a micro-batch. At the end, it performs WEIGHTs in the time in
+ * which it would wait for the last gradients. Rank 0 begins with the forwards of 2 * stages - 1 micro-batches. If the
+ * step has fewer micro-batches, the actions of the missing micro-batches are omitted. */
 static int fill_vee(ps_pipe_table *t, int rank)
 {
     int32_t p = t->spec.stages, m = t->spec.micro_batches > 2 * p - 1 ? t->spec.micro_batches : 2 * p - 1;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file finds the time that a table takes with given costs, by simulation. Each rank performs its row in order.
- * An action begins when the rank is free and the message that the action needs has arrived. A link sends its messages
- * one by one, in the order in which they were made. */
+ * This file simulates a table to find the time that its step takes. The costs of the actions are given. Each rank
+ * performs its row in order. An action begins when the rank is free and the message that the action needs has arrived.
+ * A link sends its messages one by one, in the order in which they were made. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -79,8 +79,8 @@ double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a)
     }
 }
 
-/* Receives the messages of the link, up to the message that this action needs. Waits until each of them has arrived.
- * Returns false if the needed message has not been sent. */
+/* Receives the messages of the link, up to the message that this action needs. For each message, moves the rank's clock
+ * forward to the arrival of the message. Returns false if the message that the action needs has not been sent. */
 static bool take(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -89,8 +89,8 @@ static bool take(run *u, int rank, const ps_action *a)
     int32_t from;
     if (!pipe_takes(t, a, &d, &from)) return true;
     int32_t message = pipe_pair(t, from, a->micro), link = pipe_link(t, a->vstage, from);
-    /* This rank makes the message itself. If the message has not been made yet, its action is later in the row, which
-     * is a cycle. */
+    /* If link is -1, this rank makes the message itself. If the message has not been made yet, the action that makes it
+     * is later in the row, so the rank waits for itself. */
     if (link < 0) return c->whole[d][message] >= 0;
     int32_t base = t->link_base[link], turn = t->turn[d][message];
     if (c->arrival[d][base + turn] < 0) return false;
@@ -103,8 +103,8 @@ static bool take(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Sends the message that an action made. Returns false if the link is full. A link is full if `depth` of its messages
- * have not been received yet. */
+/* Sends the message that an action made. Returns false if the link is full, which means that `depth` messages of the
+ * link were sent but not received. */
 static bool give(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -153,7 +153,7 @@ static void perform(run *u, int rank, ps_pipe_rank_times *times, ps_pipe_span *s
 }
 
 /* -- ranks that wait in a cycle ------------------------------------------------------------------------------------ */
-/* Returns the rank for which a rank waits, and writes the reason to `why`. */
+/* Returns the rank that `rank` waits for, and writes the reason to `why`. */
 static int waits_for(const run *u, int rank, char *why, size_t room)
 {
     const ps_pipe_table *t = u->c->t;
@@ -177,8 +177,9 @@ static int waits_for(const run *u, int rank, char *why, size_t room)
     return t->rank_of[other];
 }
 
-/* Raises the error for ranks that wait in a cycle. A rank that has not reached its end waits for another rank that
- * has not reached its end. Following these waits therefore leads into a cycle. */
+/* Returns the error for ranks that wait for each other in a cycle. The cycle is found as follows. If a rank has not
+ * reached the end of its row, it waits for a rank that has not reached the end of its row, either. Therefore, going
+ * from each rank to the rank that it waits for leads into a cycle. */
 static int circle(const run *u, int rank)
 {
     char text[600] = "", why[160];
