@@ -43,7 +43,8 @@ struct ps_loader {
     pthread_t thread;
     bool has_lock, has_thread;
     /* (lock) */
-    int head, count;            /* number of ready slots; they are head, head + 1, ... modulo ahead */
+    int head, count;            /* head: index of the oldest ready slot. count: number of ready slots, which follow each
+                                 * other modulo `ahead`. */
     bool stop;
     uint32_t generation;        /* number of calls of set_position; a batch begun before such a call is discarded */
     ps_loader_position next;    /* position of the batch that the caller will get next */

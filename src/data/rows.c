@@ -27,7 +27,7 @@ struct ps_rows {
     int32_t *order;                     /* [places] number of the example at each place of the epoch; freed when the
                                          * rows are complete */
     int64_t places, taken;              /* taken: number of places whose example became an item or was left out */
-    int64_t arranged;                   /* number of items for which rows were made */
+    int64_t arranged;                   /* number of items that were put into rows */
     item *items;
     int64_t *row;                       /* [n_rows + 1] index of each row's first item */
     int64_t *windows;                   /* [n_windows + 1] index of each window's first row; only the script's thread
@@ -171,7 +171,9 @@ static int take_items(ps_rows *r)
 }
 
 /* -- packing ------------------------------------------------------------------------------------------------------- */
-typedef struct bin { int64_t left, earliest; int32_t next; } bin;    /* next: next bin with the same free room, or -1 */
+/* A row that is being filled. left: free room in tokens. earliest: index in the window of the bin's earliest item.
+ * next: the next bin with the same free room, or -1. */
+typedef struct bin { int64_t left, earliest; int32_t next; } bin;
 
 /* The bins, grouped by their free room. top[left] is the top of a stack of all bins that have room for exactly `left`
  * more tokens, or -1. Bit `left` of `there` is set if this stack is not empty. */
@@ -291,9 +293,9 @@ static int desk_new(const ps_rows_config *c, int64_t most, desk *d)
     return ps_fail_nomem((size_t)(most + 1) * (sizeof *d->places + sizeof *d->sorted + sizeof *d->bins.all));
 }
 
-/* Makes rows of n items, starting at item `first`. The items are a whole window or, without packing and grouping, part
- * of a window. The end of each row is written before n_rows is increased, because another thread may read all rows
- * below n_rows. */
+/* Makes rows of n items, starting at item `first`. With packing or grouping, the items are a whole window. Otherwise
+ * they may be a part of a window. The end of each row is written before n_rows is increased, because another thread may
+ * read all rows below n_rows. */
 static void add_rows(ps_rows *r, desk *d, int64_t first, int64_t n)
 {
     const ps_rows_config *c = &r->config;

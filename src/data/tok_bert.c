@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Normalizes text for BERT (Devlin et al. 2018, tokenization.py). This removes control characters, makes each Chinese
+ * Normalizes text for BERT (Devlin et al. 2018, tokenization.py): removes control characters, makes each Chinese
  * character a word of its own, removes accents, and changes letters to lower case. White space and punctuation separate
  * words. The package tokenizers has the same order of steps and the same classes of characters. */
 #include "data/tok.h"

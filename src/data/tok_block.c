@@ -60,7 +60,7 @@ static bool may_cut(const ps_tok *t, int flags)
         const tok_added *a = &t->added[i];
         if (flags & PS_TOK_PLAIN && a->flags & PS_TOK_SPECIAL) continue;
         if (a->flags & PS_TOK_LSTRIP || memchr(a->s, '\n', a->n)) return false;
-        /* A blank in the token may become the end of a line. */
+        /* A line end becomes a blank in normalized text, so a token with a blank could cross a line end. */
         if (t->model == TOK_WORDPIECE && memchr(a->s, ' ', a->n)) return false;
     }
     return true;
@@ -148,7 +148,7 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
         if (!block->field) parts[i].continued = i || block->line, parts[i].lines = 1;
         parts[i].started = i + 1 < n && ps_thread_start(&parts[i].thread, work, &parts[i]) == 0;
     }
-    /* This thread encodes the last part, and also the parts for which no thread was started. */
+    /* This thread encodes the last part, and every part whose thread could not be started. */
     for (int i = n - 1; i >= 0; i--) if (!parts[i].started) work(&parts[i]);
     int failed = -1;
     for (int i = 0; i < n; i++) if (parts[i].started) pthread_join(parts[i].thread, NULL);

@@ -101,7 +101,7 @@ static bool can_spell(const ps_tok *t, const uint8_t *s, size_t len)
     return all;
 }
 
-/* Counts the characters of a word that were omitted. It is called only for words with omitted characters. */
+/* Counts the characters of a word that were omitted. Called only for words with omitted characters. */
 static void count_lost(const ps_tok *t, tok_state *st, tok_span word)
 {
     ps_tok_lost lost = { 0 };

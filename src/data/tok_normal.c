@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The normalizers in a BPE's tokenizer.json. They change a text before it is split into words. There are three:
- * canonical composition (NFC, Unicode Standard Annex 15, by utf8proc), prepending a text, and replacing a text by
- * another. */
+ * canonical composition (NFC, Unicode Standard Annex 15, by utf8proc), prepending a text, and replacing one text by
+ * another text. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -14,8 +14,8 @@ enum { SEGMENT = 256 };             /* maximum size in bytes of a segment that i
 
 /* -- NFC ---------------------------------------------------------------------------------------------------------- */
 /* Returns whether a character depends on the character before it although its combining class is 0. Some of these
- * characters can be composed with the character before them. The others (U+0F73, U+0F75, U+0F81) are decomposed into
- * marks. */
+ * characters can be composed with the character before them. The other characters (U+0F73, U+0F75, U+0F81) are
+ * decomposed into marks. */
 static bool joins_back(uint32_t c)
 {
     static const uint32_t list[] = {
@@ -120,7 +120,7 @@ static int nfc(tok_text *out, tok_span text)
         size_t len = (size_t)ps_utf8(text.s + i, text.n - i);
         uint32_t c = tok_code_point(text.s + i, (int)len);
         next = i + len;
-        /* No character below U+0300 is composed with the character before it. */
+        /* 0xcc is the first byte of U+0300. A character below U+0300 is not composed with the character before it. */
         while (next < text.n && text.s[next] >= 0xcc && next - i < SEGMENT - 4) {
             size_t more = (size_t)ps_utf8(text.s + next, text.n - next);
             if (begins_anew(tok_code_point(text.s + next, (int)more))) break;

@@ -165,7 +165,7 @@ int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t 
  * rank, and one pass over the ranks is enough for a word. */
 static int find_order(tok_merges *m, const tok_vocab *v)
 {
-    int32_t *made = ps_alloc((size_t)(v->count + 1) * sizeof *made);        /* last merge that makes each token */
+    int32_t *made = ps_alloc((size_t)(v->count + 1) * sizeof *made);        /* rank of each token's last merge */
     if (!made) return ps_fail_nomem((size_t)(v->count + 1) * sizeof *made);
     for (int32_t i = 0; i < v->count; i++) made[i] = -1;
     for (int32_t r = 0; r < m->count; r++) made[m->id[r]] = r;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Token shards. This file reads llm.c's .bin files, raw tokens and plain text through a map, and writes llm.c's files.
  * A .bin file has a header of 256 int32 (magic, version, count), and then the tokens. All formats are little-endian,
- * like all machines on which psluajit runs. */
+ * like all machines that psluajit runs on. */
 #include "data/tokens.h"
 #include "base/alloc.h"
 #include <stdio.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file trains parameters that are in chunks. It stores their gradients during backward, and updates the parameters
- * after backward. The tape calls this file through ps_hooks. The tape asks where to write a gradient, and reports when
- * a gradient is complete. The plain optimizer computes the same parameters, bit for bit. */
+ * This file trains parameters that are in chunks. It stores the gradients during backward. When gradients are complete,
+ * it updates their parameters. The tape calls this file through ps_hooks, to ask where to write a gradient, and to
+ * report that a gradient is complete. The plain optimizer computes the same parameters, bit for bit. */
 #include "engine/engine.h"
 #include <string.h>
 #include "base/alloc.h"

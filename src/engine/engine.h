@@ -37,7 +37,7 @@ typedef struct param_rec {
     ps_tensor *addend;
     int32_t group, unit, vstage, number, tie, tp;   /* unit: -1 if `tie` is PS_TIE_USE */
     int32_t n_states;
-    /* first_use: for PS_TIE_USE, the earlier use of the same tensor, which has a unit; otherwise NULL */
+    /* first_use: for PS_TIE_USE, the first use of the same tensor (only the first use has a unit); otherwise NULL */
     struct param_rec *first_use;
     /* sum: the gradient of this use while param->grad_ is the gradient of another use; otherwise NULL */
     ps_tensor *sum;
@@ -54,7 +54,7 @@ typedef struct param_rec {
     bool summed;
     /* had: true if the parameter had a gradient at a call of engine_unit_had_grad in this step */
     bool had;
-    bool owned;                   /* this rank holds the master and the optimizer states */
+    bool owned;                   /* true if this rank holds the master and the optimizer states */
 } param_rec;
 
 typedef struct unit_rec {
@@ -72,7 +72,7 @@ typedef struct partial_rec {
     ps_tensor *sums, *marks;
     float *values;                /* [n] the marks on the host */
     int32_t n;
-    bool exchanged;               /* the sums of this step are complete */
+    bool exchanged;               /* true if `sums` contains the sums of this step */
 } partial_rec;
 
 typedef struct trace_rec {
@@ -124,8 +124,7 @@ int engine_get(ps_ctx *ctx, ps_engine **out);     /* returns PS_ESTATE if no eng
 /* -- engine.c */
 /* Called after a backward. Marks complete gradients as final. */
 int engine_backward_done(ps_engine *e);
-/* Called when no later action of the step adds to the gradients. Waits for all reductions, then runs the updates of the
- * units in `pending`. */
+/* Waits for all reductions in progress, and then runs the updates of the units in `pending`. */
 int engine_gradients_whole(ps_engine *e);
 int engine_make_final(ps_engine *e, param_rec *r);
 /* Called when the gradients of a unit are complete. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Functions with which scripts query chunks, tiers, and the time that ops have waited for copies. */
+ * Functions that scripts call to query chunks, tiers, and the time that ops have waited for copies. */
 #include "base/error.h"
 #include "engine/engine.h"
 

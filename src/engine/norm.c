@@ -41,7 +41,7 @@ static int share_squares(ps_engine *e)
 static int add_pieces(ps_engine *e)
 {
     if (!e->tp) return 0;
-    /* A dry run only records the call. */
+    /* In a dry run, the table's sum() only records the call. */
     if (e->step->dry) return e->tp->table->sum(e->tp, e->squares, e->n_params);
     for (int32_t i = 0; i < e->n_params; i++)
         e->squares[i] = e->params[i].tp == PS_TP_SPLIT || e->tp->rank == 0 ? e->params[i].square : 0;

@@ -116,7 +116,7 @@ static int exchange(ps_engine *e)
 int partial_sum(ps_engine *e)
 {
     if (e->partial.n == 0) return 0;
-    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* if this function failed after the exchange, skip it */
+    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* a call after an error must not repeat the exchange */
     e->partial.exchanged = true;
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];

@@ -49,7 +49,7 @@ static ps_view view_of(void *data, int dtype, int64_t numel)
 
 static int update(const side *s, int64_t first, int64_t numel)
 {
-    static const int stream_of[5] = { 0, 1, 0, 2, 3 };       /* index of the memory of param, master, grad, m and v */
+    static const int stream_of[5] = { 0, 1, 0, 2, 3 };       /* index in `stream` of param, master, grad, m and v */
     ps_attrs_adam_ attrs = { .adamw = 1, .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01,
                              .grad_scale = 1, .bias1 = 0.1, .bias2 = 0.001 };
     ps_view in[5];

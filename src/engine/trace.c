@@ -199,7 +199,7 @@ int trace_end(ps_engine *e, int32_t *id)
         *id = was->id;
         return 0;
     }
-    /* If this fails, the next step has no plan. */
+    /* If keep_trace() fails, the next step has no plan. */
     keep_trace(e, now, gathers, was, id);
     return 0;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This header is the interface between the engine and the layers that communicate with other ranks, which are above the
- * engine. The engine calls each layer through a table. If there is only one process, the engine has no tables:
+ * This header is the interface between the engine and three layers that communicate with other ranks. These layers are
+ * above the engine, so the engine calls them through tables. If there is only one process, the engine has no tables:
  *   ps_zero_table          ZeRO (src/zero), set by ps_engine_shard
  *   ps_pipe_ranks_table    other pipeline stages (pipe/ranks.c), set by ps_engine_stages
  *   ps_tp_table            tensor-parallel group (tensor_parallel/ranks.c), set by ps_engine_tensor_parallel
@@ -22,8 +22,8 @@ typedef struct ps_zero_table {
     /* -- memory */
     bool (*holds)(const ps_zero *z, const ps_storage *s);       /* returns true if s is in a part */
     int32_t (*chunk)(const ps_zero *z, const ps_storage *s);    /* returns the chunk of s on this rank, or -1 */
-    /* Switches a mode on or off in which only this rank runs ops, and nothing is gathered. In this mode, ops may read
-     * only bytes that this rank owns. */
+    /* Switches a mode on or off. In this mode, only this rank runs ops, nothing is gathered, and ops may read only
+     * bytes that this rank owns. */
     void (*alone)(ps_zero *z, bool on);
     /* Returns the number of seconds that this rank has waited for other ranks. */
     double (*waited)(const ps_zero *z);
@@ -45,7 +45,7 @@ typedef struct ps_zero_table {
     /* Called when all gradients of the unit are final on this rank. */
     int (*unit_final)(ps_zero *z, int32_t unit);
     int (*all_final)(ps_zero *z);          /* called when all units are final; waits for all reductions */
-    /* Resets the number of final units in the stripe of the unit. */
+    /* Sets the number of final units in the stripe of the unit to 0. */
     void (*unit_not_final)(ps_zero *z, int32_t unit);
     /* Sums values [n] over the ranks. Each rank passes the values that it owns, and 0 for all other values. At ZeRO
      * stage 0 every rank owns all values, so this function does not change the values. */

@@ -123,7 +123,7 @@ int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out)
     if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s is not a regular file, so its bytes cannot be lent", m->path);
     if (!nbytes) return 0;
     int64_t before = at % sysconf(_SC_PAGESIZE);
-    /* MAP_NORESERVE: the pages may never be written, so no memory is reserved for them. */
+    /* MAP_NORESERVE: reserve no memory for the pages, because possibly no page is ever written. */
     void *p = mmap(NULL, (size_t)(before + nbytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, m->fd,
                    (off_t)(at - before));
     if (p == MAP_FAILED)

@@ -68,7 +68,7 @@ struct ps_gguf {
     ps_map map;
     int64_t alignment, data;    /* data: offset in the map of the tensors' data */
     char *text;                 /* all keys and names, each with a final 0 */
-    uint64_t *strings;          /* the arrays to which gguf_meta.at points */
+    uint64_t *strings;          /* the arrays that gguf_meta.at points to */
     gguf_meta *meta;            /* [meta_count], in file order */
     gguf_tensor *tensors;       /* [count], in file order */
     int *by_key, *by_name;      /* indices of the entries, sorted by key, and of the tensors, sorted by name */

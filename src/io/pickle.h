@@ -29,7 +29,8 @@ typedef struct pk_value {
         double number;
         /* [count] Owned. The allocated size is the next power of two. A dict's items are key, value, key, value, ... */
         int32_t *items;
-        struct { uint32_t at, nbytes; } text;       /* at: offset in pk.bytes; BYTES with count 1: in pk.decoded */
+        /* at: offset in pk.bytes, or in pk.decoded if the value is a BYTES with `count` 1 */
+        struct { uint32_t at, nbytes; } text;
         struct { int32_t args, entry; } tuple;
     } u;
 } pk_value;

@@ -13,7 +13,7 @@
 
 typedef struct pt_type {
     const char *text;           /* "torch.float32" */
-    const char *storage;        /* name of the storage's type, such as "torch.FloatStorage", or NULL if there is none */
+    const char *storage;        /* name of the type of storages, such as "torch.FloatStorage", or NULL */
     /* dtype: PS_*, or -1 if the type is known but not supported. nbytes: size of an element in bytes. */
     int dtype, nbytes;
 } pt_type;

@@ -19,8 +19,8 @@ typedef struct record {
     ps_copy *copy;                /* copy in progress, or NULL; always NULL in dry runs */
     int64_t round;
     int32_t vstage, micro;        /* the forward that offloaded the storage */
-    /* coming: the last copy was to the device
-     * dry: the record was made in a dry run */
+    /* coming: true if the last copy was to the device
+     * dry: true if the record was made in a dry run */
     bool coming, dry;
 } record;
 

@@ -16,8 +16,8 @@
 typedef struct ps_away ps_away;
 
 /* Creates the offloading layer of a context. `mem` and `step` point to the variables that contain the current memory
- * manager and the current step. Every function of this layer reads them again. Returns PS_EUNSUP if there is no host
- * memory. */
+ * manager and the current step. Every function of this layer reads these variables again. Returns PS_EUNSUP if there is
+ * no host memory. */
 int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem,
                 const ps_step *const *step, ps_away **out);
 void ps_away_delete(ps_away *away);           /* may be called only if no storage is offloaded */

@@ -329,7 +329,7 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    pipe_let_go(&s->out_grad);                               /* now only the walk holds them and can add in place */
+    pipe_let_go(&s->out_grad);                               /* only the walk holds gradients now; it adds in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 

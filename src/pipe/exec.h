@@ -13,7 +13,7 @@ enum { PIPE_LANE_UP, PIPE_LANE_DOWN, PIPE_LANE_LOSS, PIPE_LANES };
  * index of the message's tensor in this action. The name of an action tells the watch which action a rank is
  * running. */
 typedef struct pipe_tag {
-    /* kind: for a message, 'F', 'B' or 'L' (a loss); for an action, its first letter */
+    /* kind: for a message, 'F', 'B' or 'L' (a loss); for an action, the first letter of pipe_kind_text() */
     char kind;
     int16_t part;                           /* index of the tensor; -1 if there is no tensor */
     int32_t vstage, micro;

@@ -62,7 +62,7 @@ int pipe_put(bundle *b, ps_tensor *t)
     return rc;
 }
 
-/* Returns the time of the virtual clock at which a message arrives if it is sent now. */
+/* Returns the arrival time, by the virtual clock, of a message that is sent now. */
 static double arrival(ps_pipe *x, int direction, int32_t from, int32_t to)
 {
     double *free = &x->free[direction][pipe_link(x->t, from, to)];

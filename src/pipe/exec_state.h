@@ -68,7 +68,7 @@ struct ps_pipe {
     ps_update_group *groups;        /* [last.n_groups], or NULL */
     int32_t groups_capacity;
     int32_t event;                  /* kind of the event that the caller is handling, or NONE */
-    bool told;                      /* the caller has handled the event before the due action */
+    bool told;                      /* true if the caller has handled the event that comes before the due action */
     bool stopped;                   /* the walk of the due action has stopped at a segment */
     bool broken;                    /* the step failed */
     /* seconds: time that the executor itself has spent on actions since the last event */

@@ -39,8 +39,8 @@ typedef struct pipe_place {
 /* The directions of messages. A PIPE_UP message is sent to the next virtual stage, and a PIPE_DOWN message to the
  * previous virtual stage. The index of a message is the index of the (virtual stage, micro-batch) pair that sends the
  * message. All messages that one rank sends to another rank in one direction share a link. The messages of a link
- * arrive in the order in which they were sent. Of the pairs of neighboring virtual stages that use a link, let (v, v +
- * 1) be the first. Then the index of the link is v. */
+ * arrive in the order in which they were sent. The index of a link is v if virtual stages v and
+ * v + 1 are the first neighbors that use the link. */
 enum { PIPE_UP, PIPE_DOWN, PIPE_DIRECTIONS };
 
 struct ps_pipe_table {

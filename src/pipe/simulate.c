@@ -55,7 +55,8 @@ typedef struct run {
     pipe_course *c;
     const ps_pipe_cost *costs;              /* NULL if each cost is 1 */
     ps_pipe_link link;
-    int32_t first, n;                       /* index of the first entry and length of `queue`, a ring buffer */
+    /* first: index of the first entry of `queue`, a ring buffer. n: number of entries of `queue`. */
+    int32_t first, n;
 } run;
 
 static void wake(run *u, int rank)

@@ -18,7 +18,7 @@
 #include "tensor_parallel/ops.h"
 #include "tensor_parallel/rows.h"
 
-typedef ps_attrs_row_linear with_product;       /* the attributes of the other ops begin with the same fields */
+typedef ps_attrs_row_linear with_product;       /* the attributes of all three ops begin with these fields */
 
 typedef struct work {
     ps_group *g;
@@ -52,7 +52,7 @@ static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
 static int64_t first_of(const work *w, int64_t k) { return least(k * w->each, w->n); }
 static int64_t rows_in(const work *w, int64_t k) { return first_of(w, k + 1) - first_of(w, k); }
 
-/* Returns the address and size of piece k of rank r's rows in v [size n, features]. */
+/* Returns the address and size of piece k of rank r's rows in v [size * n, features]. */
 static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
 {
     int64_t row = row_nbytes(v);
@@ -156,8 +156,8 @@ static int tried_rows(const work *w, int64_t rows[2])
 }
 
 /* -- exchanges ----------------------------------------------------------------------------------------------------- */
-/* Begins to send g->send and to receive g->recv. They contain piece k of each rank's rows of v. Until move_end, the
- * event record shows the exchange as a call of `op`, one of OP_*. */
+/* Begins to send g->send and to receive g->recv, the pieces k of the ranks' rows of v. Until move_end, the event record
+ * shows the exchange as a call of `op`, one of OP_*. */
 static int move_begin(const work *w, int op, int lane, const ps_view *v, int64_t k)
 {
     w->moving[lane] = (group_call){ op, group_call_begin(), w->size * rows_in(w, k) * row_nbytes(v) };
@@ -245,7 +245,7 @@ static int ended(const work *w, int op, int rc)
     return group_moved(w->g, op, w->at, rc);
 }
 
-/* -- column_linear: x [n, I], w, b?, ... -> y [size n, O], full? [size n, I], ... ---------------------------------- */
+/* -- column_linear: x [n, I], w, b?, ... -> y [size * n, O], full? [size * n, I], ... ------------------------------ */
 static int column_pieces(const work *w, const ps_view *full)
 {
     const ps_view *x = &w->call->in[0];
@@ -280,7 +280,7 @@ static int column(work *w)
     return multiply_columns(w, &full, 0, w->size * w->n, false);
 }
 
-/* -- row_linear: x [size n, I] or [..., I], w -> y [n, O] ---------------------------------------------------------- */
+/* -- row_linear: x [size * n, I] or [..., I], w -> y [n, O] -------------------------------------------------------- */
 static int row_pieces(const work *w, const ps_view *x, const ps_view *all, const ps_view *addends)
 {
     const ps_view *weight = &w->call->in[1];
@@ -324,7 +324,7 @@ static int row(work *w)
     return group_reduce_scatter(w->g, w->at, y->dtype, all.data, nbytes_of(&all), y->data, rc);
 }
 
-/* -- column_linear_grad: dy [size n, O], w, x? [n, I], full? [size n, I], ... -> dx [n, I], dw, db?, ... ----------- */
+/* -- column_linear_grad: dy [size * n, O], w, x? [n, I], full? [size * n, I], ... -> dx [n, I], dw, db?, ... ------- */
 static bool gathers_x(const work *w)
 {
     return ((const ps_attrs_column_linear_grad *)w->call->attrs)->want_w && !ps_has(&w->call->in[3]);

@@ -23,7 +23,7 @@ typedef struct part {
     ps_storage buffer;
 } part;
 
-/* A storage in a part. ps_storage.block points to it. */
+/* The record of a storage in a part. The `block` of the storage points to this record. */
 typedef struct lent {
     struct lent *next, **link;
     /* outer: the storage in the part. inner: a storage for the same bytes in this rank's chunk, or NULL. */
@@ -34,7 +34,7 @@ typedef struct lent {
 
 typedef struct stripe {
     int32_t *parts;               /* [ranks] index of each rank's part, or -1 */
-    /* at: [ranks] during a job, address and size of each part on its meeting_place */
+    /* at: [ranks] during a job, the address and the size of each part on the device meeting_place() */
     ps_comm_part *at;
     /* staged: [ranks] handle of the staging buffer that stage_out has made for the part, or NULL */
     void **staged;
@@ -345,8 +345,9 @@ static void note_gather(ps_shard *sh, stripe *st)
     record->list[record->n++] = (ps_gather){ number_of(sh, st), pass_of_step(sh), 0 };
 }
 
-/* Begins the next gather in sh->expected early, before an op reads its stripe. If the stripe is still in use, does
- * nothing. Each read of a stripe calls this function, so a later read begins the gather. */
+/* Begins the next gather in sh->expected early, before an op reads its stripe. If the stripe is open, or if it is
+ * being gathered or reduced, does nothing. Each read of a stripe calls this function, so a later read begins the
+ * gather. */
 static int run_ahead(ps_shard *sh)
 {
     int32_t next = coming(sh);

@@ -74,8 +74,8 @@ int ps_shard_grads(ps_shard *sh, int32_t part);
  * stored in place of values, storage->engine.taken is still set after the sum. */
 int ps_shard_reduce_begin(ps_shard *sh, int32_t part, bool everywhere, uint64_t check);
 int ps_shard_reduce_end(ps_shard *sh, int32_t part);
-/* Switches a mode on or off in which only this rank runs ops, and nothing is gathered. In this mode, ops may read
- * only bytes that this rank owns. */
+/* Switches a mode on or off. In this mode, only this rank runs ops, nothing is gathered, and ops may read only bytes
+ * that this rank owns. */
 void ps_shard_alone(ps_shard *sh, bool on);
 /* Returns the number of bytes that a gather of the stripe receives. */
 int64_t ps_shard_comes(const ps_shard *sh, int32_t stripe);
