@@ -49,15 +49,15 @@ static void use_end(use *u)
     u->pinned = false;
 }
 
-/* Returns true if the bytes of the tensor are never read. This is the case in a dry run, where the tensor has no
- * bytes. It is also the case on a simulated machine, where the other ranks have the same bytes as this rank. */
+/* Returns true if the bytes of the tensor are never read. In a dry run, the tensor has no bytes. On a simulated
+ * machine, the other ranks have the same bytes as this rank. */
 static bool dry(const ps_tensor *t)
 {
     return !ps_tensor_has_data(t) && (t->ctx->step->dry || t->ctx->devices[t->device_]->pretends);
 }
 
 /* Returns true if a broadcast is sent in shards. The root then sends one shard to each rank, and each rank sends its
- * shard to the other ranks. Therefore no rank sends more than twice nbytes. */
+ * shard to the other ranks. Therefore no rank sends more than 2 * nbytes bytes. */
 static bool spreads(const ps_group *g, int64_t nbytes) { return g->comm->size > 2 && nbytes >= SPREAD_NBYTES; }
 
 void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
@@ -83,7 +83,8 @@ static int without_bytes(ps_group *g, int op, const ps_tensor *t, int root)
     return group_without_bytes(g, op, at, t->dtype_, ps_tensor_nbytes(t), root);
 }
 
-/* Sets *out to the kind of memory of the tensor's device. Connects the device if necessary. */
+/* Sets *out to the kind of memory in which the tensor is stored (ON_HOST or ON_DEVICE). Connects the tensor's device if
+ * necessary. */
 static int place_of(ps_group *g, ps_tensor *t, place *out)
 {
     *out = ON_HOST;
@@ -91,7 +92,7 @@ static int place_of(ps_group *g, ps_tensor *t, place *out)
     return group_place(g, t->ctx, t->device_, out);
 }
 
-/* Waits for earlier jobs. This keeps the order of calls in the group and on the device (see comm/group.h, section
+/* Waits for earlier jobs, so that the calls of the group and of the device stay in order (see comm/group.h, section
  * job.c). */
 static void drain_before(ps_group *g, place at)
 {
@@ -131,7 +132,7 @@ int group_moved(ps_group *g, int op, place at, int rc)
     return group_told(g, rc);
 }
 
-/* Multiplies the values by `size`, in place. This is the sum over `size` ranks that all have the same values. */
+/* Multiplies the values by `size`, in place. The result is the sum over `size` ranks that all have these values. */
 static void sum_of_equals(int dtype, char *bytes, int64_t nbytes, int size)
 {
     int64_t n = nbytes / ps_dtype_bytes(dtype);
@@ -154,7 +155,7 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
 {
     int size = g->comm->size, width = ps_dtype_bytes(dtype);
     int64_t part = (nbytes / width + size - 1) / size * width, piece = 0;
-    group_drain(g);                        /* waits for jobs, because they use the same memory for addends */
+    group_drain(g);                        /* jobs use the same memory for addends */
     if (rc == 0) rc = group_prepare_sum(g, at, reduce, dtype, part, &piece);
     bool small = group_is_small(g, at, nbytes);
     if (small && rc == 0) memcpy(group_small(g, g->comm->rank), bytes, (size_t)nbytes);
@@ -194,7 +195,7 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
 {
     bool small = group_is_small(g, at, nbytes);
     if (small && rc == 0) {
-        group_drain(g);                    /* waits for jobs, because they use the same memory */
+        group_drain(g);                    /* jobs use the same memory */
         memcpy(group_small(g, g->comm->rank), in, (size_t)nbytes);
     }
     PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, at, dtype, nbytes, 0, rc));
@@ -208,7 +209,7 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
     for (int r = 0; g->comm->pretends && r < g->comm->size; r++) memmove(g->parts[r].address, in, (size_t)nbytes);
     if (g->comm->pretends) group_count(g, OP_ALL_GATHER, at, dtype, nbytes, 0);
     if (g->comm->pretends) return group_moved(g, OP_ALL_GATHER, at, 0);
-    /* This copy comes before the sends, so that they read from the cache. */
+    /* This rank's shard is copied before it is sent, so that the sends read it from the cache. */
     rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);
     return group_moved(g, OP_ALL_GATHER, at, rc < 0 ? rc : group_gather(g, at, g->parts));
 }
@@ -248,7 +249,8 @@ int group_all_reduce_tensor(ps_group *g, ps_tensor *t, int reduce, int rc)
 
 int ps_group_all_reduce(ps_group *g, ps_tensor *t, int reduce) { return group_all_reduce_tensor(g, t, reduce, 0); }
 
-/* Checks that `whole` has as many elements as `size` tensors like `part` have together. */
+/* Checks that `whole` has as many elements as the parts of all ranks have together. `part` is the part of this rank.
+ * `names` names both tensors in errors. */
 static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor *whole, const char *names)
 {
     if (part->dtype_ != whole->dtype_)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file connects the devices of the ranks, with one collective call per group. If one rank cannot connect its
- * device, no device is connected, and the group continues with host memory. If the library of the device fails while
- * it connects, the group ends. */
+ * device, no device is connected, and the group continues to send only host memory. If the device's library fails while
+ * it connects the devices, the connections of the group are closed. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -24,7 +24,7 @@ static int could(const ps_group *g, ps_backend *be)
     return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* a single rank needs no library */
 }
 
-/* Checks that no two ranks use the same device. All ranks get the same result. */
+/* Checks that each rank has a device of its own. All ranks get the same result. */
 static int check_apart(ps_group *g, ps_backend *be)
 {
     int size = g->comm->size;
@@ -52,7 +52,7 @@ static int connect_wire(ps_group *g, ps_backend *be)
     PS_TRY(group_broadcast(g, ON_HOST, PS_U8, id, sizeof id, 0, rc));
     rc = ps_comm_wire(be, alone ? NULL : id, g->comm, &g->at[ON_DEVICE].comm);
     if (rc < 0) ps_error_prefix("connecting the devices of %d ranks: ", g->comm->size);
-    if (rc < 0) g->comm->table->hang_up(g->comm);      /* wakes ranks that wait for this rank in the library */
+    if (rc < 0) g->comm->table->hang_up(g->comm);      /* wakes ranks that wait in the library for this rank */
     return rc;
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file manages the groups of a context. Ops find a group by its number in ctx->ranks.groups, until the group is
- * closed. A dry run records the calls between ranks of a step in the context. */
+ * closed. During a dry run, the context records the calls that the ranks make in a step. */
 #include "base/error.h"
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"

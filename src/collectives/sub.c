@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file divides a group along an axis of the mesh (ps.h). The new groups share the connections and the watch of
- * the old group. Their messages are distinguished by an id. The id is higher than the ids of all earlier groups of
- * these ranks. Therefore two groups that have two ranks in common never have the same id. */
+ * This file divides a group along an axis of the mesh (ps.h). The new groups share the connections and the watch of the
+ * old group. Each message contains the id of its group. The id of a new group is higher than the ids of all earlier
+ * groups of its ranks. Therefore two groups that have two ranks in common never have the same id. */
 #include <stdatomic.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -9,15 +9,16 @@
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
-static atomic_int next_id = 1;             /* next id in this process; the group of all ranks has id 0 */
+/* next_id: next id that this process has not used; the group of all ranks has id 0 */
+static atomic_int next_id = 1;
 
-/* The group that one rank of the parent requests. */
+/* A request of one rank of the parent for a new group. */
 typedef struct wish {
     /* id: first id that this rank has not used
      * n: number of ranks in the requested group */
     int32_t id, n;
     char axis[PS_AXIS_NBYTES];
-    int32_t ranks[];                       /* [size of the parent], of which n are used */
+    int32_t ranks[];                       /* [size of the parent]; the first n entries are used */
 } wish;
 
 static size_t wish_nbytes(const ps_group *parent)
@@ -53,7 +54,8 @@ static int check(const ps_group *parent, int n, const int32_t *ranks, const char
     return ps_fail(PS_EINVAL, "group %s: rank %d passed a list without itself", axis, parent->comm->rank);
 }
 
-/* Checks that the requested groups match. Each rank finds the same first difference. */
+/* Checks that all ranks of a new group request the same group. If requests differ, each rank finds the same first
+ * difference. */
 static int compare(const ps_group *parent, const char *all)
 {
     for (int r = 0; r < parent->comm->size; r++) {
@@ -72,8 +74,9 @@ static int compare(const ps_group *parent, const char *all)
     return 0;
 }
 
-/* Exchanges the requests of all ranks of the parent. all: receives [size of the parent] requests of wish_nbytes bytes
- * each. */
+/* Exchanges the requests of all ranks of the parent.
+ * all: [size of the parent] receives the requests, of wish_nbytes bytes each
+ * rc: result of this rank's checks */
 static int tell(ps_group *parent, const wish *mine, char *all, int rc)
 {
     int64_t nbytes = (int64_t)wish_nbytes(parent);
@@ -83,7 +86,7 @@ static int tell(ps_group *parent, const wish *mine, char *all, int rc)
     return group_moved(parent, OP_SPLIT, ON_HOST, group_gather(parent, ON_HOST, parent->parts));
 }
 
-/* Returns an id for the new groups. It is higher than the ids of all groups on the ranks of the parent. */
+/* Returns an id for the new groups. The id is higher than the ids of all existing groups of the parent's ranks. */
 static int agree_id(const ps_group *parent, const char *all)
 {
     int id = 0;
@@ -123,7 +126,7 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
     ps_free(all);
     rc = parent->comm->table->cut(parent->comm, n, ranks, axis, id, &comm);
     if (rc == 0) rc = group_new(parent->ctx, comm, &g);
-    /* Checks that all ranks have made their group. */
+    /* The ranks tell each other whether they could make their new groups. */
     rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);
     if (rc < 0) {
         ps_group_close(g);

@@ -1,12 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file implements groups of ranks and their collectives (ps.h, group.h). A call has three sections:
- *   1. This rank does everything that may fail on this rank alone: checks, pins, memory.
- *   2. The ranks compare their calls. If a rank failed in section 1, it sends its error, so no other rank waits for it.
- *   3. Bytes are sent.
- * If a call has at most GROUP_SMALL_NBYTES bytes, they are already sent in section 2. They are used only after the
- * calls have been compared. Sums of host memory are computed in this file, in rank order. fp64 values are summed in
- * fp64, other floating-point values in fp32, and integers exactly. The sums do not depend on the library or on the
- * position of an element. */
+ *   1. This rank does everything that may fail on this rank alone: it checks the call, pins tensors and allocates
+ *      memory.
+ *   2. The ranks compare their calls. If a rank failed in section 1, it sends its error, so that no other rank waits
+ *      for it.
+ *   3. The ranks send the bytes.
+ * If a call has at most GROUP_SMALL_NBYTES bytes, its bytes are already sent in section 2. They are used only after the
+ * calls have been compared.
+ *
+ * Sums of host memory are computed in this file, in rank order. fp64 values are summed in fp64, other floating-point
+ * values in fp32, and integers exactly. The sums do not depend on the transport library or on the position of an
+ * element in its tensor. */
 #include "comm/inner.h"
 #include "base/alloc.h"
 #include "base/dtype.h"
@@ -23,8 +27,8 @@ static const char *const op_names[OP_COUNT] = {
 };
 
 enum { SUM_BLOCK = 1024, SMALL_OTHERS = 16 };
-/* Size in bytes of the memory for addends, by kind of memory. Devices get more, because the host has to begin each
- * piece. */
+/* Size in bytes of the memory for addends, by kind of memory. Device memory has a larger size, because the host has to
+ * begin the exchange of each piece. */
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
@@ -39,8 +43,8 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
-/* Returns true if a call may send all bytes of each rank to every other rank. With many ranks, sending shards costs
- * less. */
+/* Returns true if each rank may send all bytes of a small call to every other rank. If there are many ranks, it is
+ * cheaper to send shards. */
 static bool has_small(const ps_comm *comm)
 {
     return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS;
@@ -67,7 +71,8 @@ void group_free(ps_group *g)
 {
     bool two = has_wire(g);
     for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
-    /* This is the first close, because it notifies the other ranks that this rank has left. */
+    /* The communicator of host memory is closed first, because its close notifies the other ranks that this rank has
+     * left. */
     g->comm->table->close(g->comm);
     if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
     ps_free(g->pair_seq);
@@ -158,7 +163,7 @@ static const char *difference(const header *a, const header *b)
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
-/* Raises the error for two ranks whose headers differ. */
+/* Raises an error that names two ranks and describes their headers, which differ. */
 static int differ(const ps_group *g, int r_a, const header *a, int r_b, const header *b, const char *what)
 {
     int rank_a = group_world(g, r_a), rank_b = group_world(g, r_b);
@@ -180,7 +185,7 @@ static int exchange_headers(ps_group *g)
     return g->comm->table->finish(g->comm, PS_COMM_HEADER);
 }
 
-/* Prepares an exchange of headers. If peer >= 0, the exchange is only with rank `peer`, and otherwise with all
+/* Prepares an exchange of headers. If peer >= 0, the exchange is only with rank `peer`. Otherwise it is with all
  * ranks. */
 static void parts_of_headers(ps_group *g, header *mine, int peer)
 {
@@ -192,9 +197,10 @@ static void parts_of_headers(ps_group *g, header *mine, int peer)
     }
 }
 
-/* Returns rc and its error after all ranks have compared their headers. Each rank finds the same error in these
- * headers. If the script of this rank ended earlier, the other ranks would be notified of its end. Some ranks would
- * then raise this notice instead of the error. If waiting fails, the result is the same. */
+/* Waits until all ranks have compared their headers, then returns rc with its error. All ranks find the same error in
+ * these headers. If the script of this rank ended before the other ranks had compared them, the watch would notify
+ * these ranks of the end, and some would raise this notice instead of the error. If the wait fails, rc is returned as
+ * well. */
 static int leave_together(ps_group *g, header *mine, int peer, int rc)
 {
     ps_error_kept error;
@@ -214,8 +220,8 @@ bool group_goes_small(const ps_group *g, int op, place at, int64_t nbytes)
     return (op == OP_ALL_REDUCE || op == OP_ALL_GATHER) && group_is_small(g, at, nbytes);
 }
 
-/* Begins to exchange small bytes with all ranks. If `all` is not set, exchanges them only with ranks whose headers
- * announce small bytes. */
+/* Begins to exchange small bytes. If `all` is set, this rank exchanges them with all ranks. Otherwise it exchanges them
+ * only with ranks whose headers announce small bytes. */
 static int small_begin(ps_group *g, bool all)
 {
     int rank = g->comm->rank;
@@ -228,9 +234,9 @@ static int small_begin(ps_group *g, bool all)
     return g->comm->table->begin(g->comm, PS_COMM_DATA, g->send, g->recv);
 }
 
-/* Ends the exchange of small bytes. If this rank's call has no small bytes, it still exchanges bytes with the ranks
- * whose calls have some. Otherwise the messages of those ranks would be received by the next call, because the group
- * continues after calls that differ. */
+/* Ends the exchange of small bytes. If this rank's call has no small bytes, it still exchanges GROUP_SMALL_NBYTES bytes
+ * with each rank whose call has small bytes. Otherwise this rank's next call would receive the small bytes of these
+ * ranks, because the group continues to be used after calls that differ. */
 static int small_end(ps_group *g, const header *mine)
 {
     bool any = mine->small;
@@ -240,7 +246,7 @@ static int small_end(ps_group *g, const header *mine)
     return g->comm->table->finish(g->comm, PS_COMM_DATA);
 }
 
-/* Adds the call and the rank to the front of an error of section 2. */
+/* Adds the name of the call and the rank to the front of an error that section 2 of the call has raised. */
 static int not_agreed(const ps_group *g, const header *mine, const char *where, int rc)
 {
     char call[GROUP_CALL_NBYTES];
@@ -249,8 +255,8 @@ static int not_agreed(const ps_group *g, const header *mine, const char *where, 
     return rc;
 }
 
-/* Closes the connections if later messages of the ranks cannot match. This is the case if a rank is in a send or
- * recv, or if it has made a different number of calls. */
+/* Closes the connections if later messages of the ranks cannot match. Messages cannot match if another rank is in a
+ * send or recv, or if it has made a different number of calls. */
 static int check_together(ps_group *g, const header *mine)
 {
     for (int r = 0; r < g->comm->size; r++) {
@@ -282,8 +288,8 @@ static int check_same(const ps_group *g)
     return 0;
 }
 
-/* Performs section 2 of a call while a plan is open. Sets *over to true if this completes the section. This is the
- * case if at least one rank makes the planned call. */
+/* Performs section 2 of a call while a plan is open. Sets *over to true if section 2 is complete. It is complete if at
+ * least one rank makes the planned call, or if an error is returned. */
 static int agree_planned(ps_group *g, header *mine, bool *over)
 {
     int planned = 0, rc = group_plan_exchange(g, mine, -1, &planned);
@@ -386,8 +392,8 @@ int group_move_begin(ps_group *g, place at, int lane)
     return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
-/* Ends a move, so that later operations of the group find its bytes. On a device, no thread waits here, because the
- * device itself performs its work in order. */
+/* Ends an exchange, so that later operations of the group find the received bytes. On a device, no thread waits here,
+ * because the device performs its work in order. */
 int group_move_end(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;
@@ -485,8 +491,8 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 }
 
-/* Is true if `a` must be kept instead of `b`, which is from a later rank. If there are several NaNs, the first one is
- * kept. */
+/* Is true if the maximum or minimum of `a` and `b` is `a`. `b` is from a later rank than `a`. If there are several
+ * NaNs, the first NaN is kept. */
 #define STAYS(a, b, max) ((a) != (a) || ((max) ? (a) >= (b) : (a) <= (b)))
 #define EXTREME(type, read) \
     for (int64_t i = first; i < first + n; i++) { \
@@ -499,7 +505,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 #define ITSELF(x) (x)
 
-/* Computes the maximum or minimum over all ranks. The result is exactly the value of one rank. */
+/* Computes the maximum or minimum over all ranks. Each element of the result is exactly the value of one rank. */
 static void extreme(bool max, int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     switch (dtype) {
@@ -513,8 +519,8 @@ static void extreme(bool max, int dtype, int size, char *const *at, int64_t firs
     }
 }
 
-/* Sums elements first .. first + n - 1 of the addends at[0 .. size - 1] of all ranks, where n <= SUM_BLOCK. `to` may
- * be one of the addends. */
+/* Sums elements first .. first + n - 1 of the addends at[0 .. size - 1], where n <= SUM_BLOCK. There is one addend per
+ * rank. `to` may be one of the addends. */
 static void sum_block(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     float sum[SUM_BLOCK], next[SUM_BLOCK];
@@ -553,7 +559,7 @@ void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *o
     sum_ranks(reduce, dtype, g->comm->size, g->addends, nbytes / ps_dtype_bytes(dtype), out);
 }
 
-/* Allocates memory for two pieces from every other rank. One piece arrives while the other piece is added. */
+/* Allocates memory for two pieces from every other rank. One piece is received while the other piece is added. */
 int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
     static const char *const names[] = { "sums", "max", "min" };
@@ -575,7 +581,7 @@ int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part
     if (*piece_nbytes > most) *piece_nbytes = most;
     int64_t want = 2 * *piece_nbytes * others;
     if (want <= t->stage_nbytes) return 0;
-    if (t->staging) PS_TRY(group_settle(g, at));             /* waits for sums that use the old memory */
+    if (t->staging) PS_TRY(group_settle(g, at));             /* sums in progress may use the old memory */
     stage_free(t);
     if (t->comm->table->memory) {
         void *memory = NULL;
@@ -606,7 +612,7 @@ void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, boo
     }
 }
 
-/* A reduction in progress. Shards are sent to their ranks in pieces. */
+/* A reduction in progress. Each shard is sent in pieces to the rank that reduces it. */
 typedef struct reduction {
     place at;
     const ps_comm_part *parts;
@@ -621,7 +627,7 @@ static ps_comm_part piece_of(const reduction *d, int r, int64_t k)
 
 static int lane_of(int64_t k) { return k & 1 ? PS_COMM_DATA_2 : PS_COMM_DATA; }
 
-/* Returns the address of rank r's addend to piece k of this rank's shard. */
+/* Returns the address of the addend that rank r contributes to piece k of this rank's shard. */
 static char *addend(const ps_group *g, const reduction *d, int64_t k, int r)
 {
     int rank = g->comm->rank, others = g->comm->size - 1;
@@ -656,7 +662,7 @@ int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_par
     int rank = g->comm->rank, size = g->comm->size;
     reduction d = { at, parts, piece_nbytes };
     int64_t n = 0;
-    /* All ranks use the same number of pieces, so some pieces are empty. */
+    /* All ranks use the number of pieces of the largest shard, so some pieces of smaller shards are empty. */
     for (int r = 0; r < size; r++) {
         int64_t pieces = parts[r].nbytes == 0 ? 0 : (parts[r].nbytes + piece_nbytes - 1) / piece_nbytes;
         if (pieces > n) n = pieces;

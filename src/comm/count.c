@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file keeps statistics of the calls between ranks. Each call is an event of the record. In addition, there are
- * totals for each call, group and size, for DeepSpeed's comms_logger. The time of a call includes the time of waiting
- * for other ranks. */
+ * This file keeps statistics of the calls between ranks. Each call is an event of the record. In addition, DeepSpeed's
+ * comms_logger needs totals, which are kept for each combination of call, group and size. The time of a call includes
+ * the time in which it waits for other ranks. */
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -11,11 +11,14 @@
 #include "base/record.h"
 #include "comm/group.h"
 
-static _Atomic uint32_t counted;           /* set of the calls that are counted, one bit per call; 0 for none */
+/* counted: set of the calls (OP_*) that are counted, one bit per call; 0 if none are counted */
+static _Atomic uint32_t counted;
 static atomic_bool prints;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;      /* guards all fields that follow */
-static ps_calls_total *sums;               /* one entry per kind of call, in the order of their first calls */
-/* places: [wide] hash table with 1 + index of an entry of `sums`, or 0. `wide` is a power of two. */
+/* sums: one entry per combination of call, group and size, in the order of their first calls */
+static ps_calls_total *sums;
+/* places: [wide] hash table. An element is 1 + the index of an entry of `sums`, or 0 if it is empty. `wide` is a power
+ * of two. */
 static int32_t *places;
 static int64_t n_sums, room, wide;
 
@@ -81,8 +84,8 @@ static bool make_room(void)
     return true;
 }
 
-/* Adds a call to its entry of `sums`. If there is no memory, the call is omitted, because missing statistics must not
- * end a run. */
+/* Adds a call to its entry of `sums`. If there is no memory for a new entry, omits the call, because missing statistics
+ * must not end a run. */
 static void add(const ps_calls_total *one)
 {
     pthread_mutex_lock(&lock);

@@ -5,19 +5,20 @@
 #include "comm/group.h"
 
 /* -- comm.c */
-/* Writes a description of a call to `text`, such as "all_reduce (call 3, fp32, 64 bytes)". */
+/* Writes a description of the call with the header `h` to `text`, such as "all_reduce (call 3, fp32, 64 bytes)". */
 void group_describe(const header *h, char *text, size_t room);
-/* A mark is a point in the work queue of a device. It is made by the thread that runs kernels. It is a number >= 0,
- * or a negative error. Exchanges after group_after wait for all work before the mark. */
+/* A mark is a point in the work queue of a device. group_mark must be called by the thread that runs kernels. It
+ * returns the mark, which is a number >= 0, or a negative error. Exchanges that begin after group_after wait for all
+ * work before the mark. */
 int group_mark(ps_group *g, place at);
 int group_after(ps_group *g, place at, int mark);
 
 /* -- plan.c */
 /* Returns true if the plan has a next call. */
 bool group_plan_is_open(const ps_group *g);
-/* Exchanges calls while the plan is open, with all ranks, or only with rank `peer` if peer >= 0. g->heard receives
- * the calls. *planned receives the number of ranks that make the planned call, including this rank. If there is at
- * least one, the plan advances to its next call. */
+/* Exchanges headers while the plan is open, either with all ranks, or only with rank `peer` if peer >= 0. g->heard
+ * receives the headers of the other ranks. *planned receives the number of ranks that make the planned call, including
+ * this rank. If *planned is at least 1, the plan advances to its next call. */
 int group_plan_exchange(ps_group *g, const header *mine, int peer, int *planned);
 void group_plan_free(ps_group *g);
 

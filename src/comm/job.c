@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file runs collectives on chunks concurrently with the computation. A thread of the group performs them in the
- * order of their start. This order must be the same on all ranks. If a job fails, the next jobs still run. They fail
- * only if the connections are closed. On a device, the thread has finished a job when the bytes of the job are being
- * sent. */
+ * This file runs collectives on chunks concurrently with the computation. A thread of the group performs the jobs in
+ * the order in which they were started. This order must be the same on all ranks. If a job fails, the next jobs still
+ * run. They fail as well only if the connections are closed. A job on a device is finished for this thread as soon as
+ * the bytes of the job are being sent. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -17,20 +17,21 @@ enum { TEXT = 900 };
 struct ps_job {
     ps_job *next;
     place at;
-    /* point: position in the device's work queue after the bytes of the job, or -1 */
+    /* mark: position in the device's work queue at the start of the job
+     * point: position in the device's work queue after the bytes of the job, or -1 */
     int op, dtype, stripe, failed, rc, mark, point;
     uint64_t check;
     bool done;
-    ps_comm_part *parts;                   /* [size] stored after the struct */
-    char text[TEXT];                       /* message of the job's failure */
-    ps_error_detail detail;                /* ranks and stripes in that message */
+    ps_comm_part *parts;                   /* [size] stored after this struct */
+    char text[TEXT];                       /* error message of a job that failed */
+    ps_error_detail detail;                /* ranks and stripes that `text` names */
 };
 
 struct ps_jobs {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t more, fewer;
-    /* first: job that runs now or next
+    /* first: the job that runs now, or the next job that will run
      * spare: jobs that can be reused */
     ps_job *first, *last, *spare;
     bool closing;

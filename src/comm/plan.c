@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file makes collectives faster by predicting them. A dry run records the collectives of a step (group_note).
- * When the step begins, the ranks compare their lists. If the lists are equal, each rank knows the next call of the
- * other ranks. It then sends the header and the small bytes of its call in one message.
+ * This file makes collectives faster by predicting them. A dry run records the collectives of a step (group_note). When
+ * the step begins, the ranks compare their lists of calls. If the lists are equal, each rank knows the next call of the
+ * other ranks. Each rank then sends the header and the small bytes of its call in one message.
  *
- * If a rank makes another call than the planned one, it says so in this message. Therefore no rank waits forever. If
- * no rank makes the planned call, the calls are compared as without a plan, and the plan still expects the planned
- * call next. Whether a call is planned depends only on the plan and on earlier calls. A plan ends when the next plan
- * begins, which happens between the same two calls on all ranks. */
+ * If a rank makes another call instead of the planned call, its header says so. Therefore no rank waits forever. If no
+ * rank makes the planned call, the ranks compare their calls as they do without a plan, and the planned call remains
+ * the next call of the plan. Whether a call is planned depends only on the plan and on earlier calls. A plan ends when
+ * the next plan begins. All ranks begin the next plan between the same two calls. */
 #include "base/error.h"
 #include "base/grow.h"
 #include "comm/inner.h"
@@ -30,7 +30,7 @@ void group_plan_prepare(ps_group *g, const ps_rank_calls *calls)
         if (calls->list[i].group != g->number) continue;
         if (!ps_try_grow(to->list, to->capacity, n + 1)) return;
         to->list[n] = calls->list[i];
-        to->list[n++].group = 0;           /* each rank may have another number for the group */
+        to->list[n++].group = 0;           /* ranks may have different numbers for the same group */
     }
     to->n = n;
 }

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the messages of p2p.h. Headers use one slot, and the payloads of each lane use another slot.
- * For each neighbor, this rank has two threads. The listener receives headers and starts to receive payloads. The
- * sender waits until sends have ended. The transport library's own thread moves the bytes.
+ * This file implements the messages of p2p.h. All headers use one slot. The payloads of each lane use a slot of their
+ * own. For each neighbor, this rank has two threads. The listener receives headers and starts to receive payloads. The
+ * sender waits until sends have ended. The bytes are moved by a thread of the transport library.
  *
  * Between devices, a line (line.h) sends the payload. The header then contains the id with which the devices connect.
- * For each receive that the receiver has begun on a line, it sends a BEGUN header back. */
+ * Each time the receiver has begun a receive on a line, it sends a BEGUN header back to the sender. */
 #include "p2p/p2p.h"
 #include <pthread.h>
 #include <stdio.h>
@@ -25,43 +25,43 @@ static const double FOR_EVER = 1e8;
 static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
 _Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
 
-/* The kinds of memory of a payload. BEGUN marks a notice without a payload. It says that the other end of a line has
- * begun one more receive. */
+/* The kinds of memory of a payload. A header with the kind BEGUN has no payload. It is a notice that the other end of a
+ * line has begun one more receive. */
 enum { HOST, DEVICE, BEGUN };
 
 /* The header that precedes a payload. */
 typedef struct wire {
     uint32_t magic;
     int32_t lane;
-    /* seq: index of the message among the messages of its lane from this sender to this receiver */
+    /* seq: index of the message among all messages that this sender has sent to this receiver on this lane */
     uint64_t seq;
     int32_t kind, part, vstage, micro;
     int32_t dtype, n_dims;
     int64_t shape[PS_MAX_DIMS];
     ps_p2p_note note;
     int32_t place, reserved;               /* place: HOST, DEVICE or BEGUN */
-    char id[PS_WIRE_ID_NBYTES];            /* for DEVICE, the id for opening the line */
+    char id[PS_WIRE_ID_NBYTES];            /* for DEVICE, the id with which the line is opened */
 } wire;
 _Static_assert(sizeof(wire) == 152 + PS_WIRE_ID_NBYTES, "the header of a message has no padding");
 
 enum { POSTED, ARRIVING, DONE, FAILED };
 
 struct ps_p2p_request {
-    /* next: next request in a list (of a channel, of a neighbor, or of spare requests)
+    /* next: next request in the list that contains this request (of a channel, of a neighbor, or of spare requests)
      * made: next request in the list of all requests */
     ps_p2p_request *next, *made;
     ps_p2p *p2p;
-    bool used;                             /* the request has begun and has not been waited for yet */
-    /* state: guarded by the lock. A send is only POSTED or DONE. */
+    bool used;                             /* the request has begun, and ps_p2p_wait has not ended it yet */
+    /* state: guarded by the lock. The state of a send is POSTED or DONE. */
     int peer, lane, state;
     bool out;
-    /* head: for a receive, the expected header, and later also the received note */
+    /* head: for a send, the sent header. For a receive, the expected header; its note is received later. */
     wire head;
-    ps_tensor *t;                          /* the tensor, which is held and pinned, or NULL */
+    ps_tensor *t;                          /* the tensor, which is held and pinned, or NULL if there is none */
     void *bytes;
-    int64_t nbytes, began_ns;              /* began_ns: see group_call */
+    int64_t nbytes, began_ns;              /* began_ns: see struct group_call */
     ps_comm_post *head_post, *body_post;
-    /* line: the line that sends the bytes of a device. A receive gets its line together with its header. */
+    /* line: the line that sends the payload if it is in device memory. A receive learns its line from the header. */
     ps_line *line;
     ps_line_message message;               /* the message of this request on the line */
 };
@@ -81,23 +81,24 @@ typedef struct neighbour {
     /* listens: the listener was started
      * delivers: the sender was started */
     bool listens, delivers;
-    /* deaf: the listener no longer uses requests
-     * mute: the sender no longer uses requests */
+    /* deaf: the listener has stopped using requests
+     * mute: the sender has stopped using requests */
     bool deaf, mute;
     pthread_t listener, sender;
     ps_comm_post *waits;                   /* the listener's receive of the next header, or NULL */
     wire next;
-    /* out: sends in progress. The sender waits for the first one. */
+    /* out: sends in progress. The sender waits for the first send of this list. */
     ps_p2p_request *out, *out_last;
     /* why: error that ended the listener
      * why_mute: error that ended the sender */
     ps_error_kept why, why_mute;
     channel lanes[PS_P2P_LANES];
-    ps_line *lines[2][PS_P2P_LANES];       /* [out] Each line is made with its first message. */
+    /* lines: [out][lane] A line is made for its first message. */
+    ps_line *lines[2][PS_P2P_LANES];
 } neighbour;
 
 struct ps_p2p {
-    ps_group *group;                       /* a separate group of the same ranks */
+    ps_group *group;                       /* a separate group that has the same ranks as the caller's group */
     ps_comm *comm;
     /* The lock guards all fields that follow, except `spare`, `made` and `bytes_sent`. */
     pthread_mutex_t lock;
@@ -110,8 +111,8 @@ struct ps_p2p {
     neighbour *peers;                           /* [size] */
     ps_p2p_request *spare, *made;
     int64_t bytes_sent;
-    ps_backend *be;                        /* backend whose memory is sent on lines, or NULL */
-    int device;                            /* index of this backend */
+    ps_backend *be;                        /* backend whose memory is sent on lines, or NULL if there is none */
+    int device;                            /* index of the device of this backend */
 };
 
 /* -- texts --------------------------------------------------------------------------------------------------------- */
@@ -165,7 +166,7 @@ static void leave(ps_p2p *p) { ps_watch_leave(p->comm->watch, p->comm->place); }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 
-/* Ends the run. All ranks get the error of this thread. */
+/* Ends the run. All ranks get the error that this thread has raised. */
 static int give_up(ps_p2p *p, int rc)
 {
     ps_error_kept why;
@@ -179,9 +180,9 @@ static int give_up(ps_p2p *p, int rc)
     return rc;
 }
 
-/* Turns a failed call with a peer into the error of this rank. In this error, the watch names the rank that caused
- * the failure. rc is the error of this thread: PS_ETIME, PS_EIO, or a fault of this rank. If this rank has found an
- * error earlier, returns that error instead. */
+/* Turns the failure of a call with a peer into the error of this rank. The watch adds the name of the rank that caused
+ * the failure. rc is the error of this thread: PS_ETIME, PS_EIO, or a fault of this rank. If this rank has already
+ * found an earlier error, returns the earlier error instead. */
 static int blame(ps_p2p *p, int peer, int rc)
 {
     ps_error_kept why;
@@ -189,7 +190,7 @@ static int blame(ps_p2p *p, int peer, int rc)
     pthread_mutex_lock(&p->lock);
     int first = p->failed.code ? ps_error_again(&p->failed) : 0;
     pthread_mutex_unlock(&p->lock);
-    /* The thread that found this error may not have hung up yet. */
+    /* The thread that found this error may not have closed the connections yet. */
     if (first) p->comm->table->hang_up(p->comm);
     if (first) return first;
     if (rc != PS_ETIME && rc != PS_EIO) return rc == PS_ESTATE ? rc : give_up(p, rc);
@@ -202,15 +203,15 @@ static int blame(ps_p2p *p, int peer, int rc)
     return give_up(p, rc);
 }
 
-/* Returns the error that woke a wait. It is a verdict, or the error of a communicator of these ranks that has closed
- * its connections. */
+/* Returns the error that woke a waiting thread. The error is a verdict, or the error of a communicator of these ranks
+ * that has closed its connections. */
 static int woken(ps_p2p *p)
 {
     PS_TRY(ps_watch_verdict(p->comm->watch));
     return ps_watch_failed_before(p->comm->watch);
 }
 
-/* Waits until a message has been sent or received. */
+/* Waits until a message has been sent or received, at most `seconds`. */
 static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 {
     if (!post) return 0;
@@ -220,7 +221,7 @@ static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 
 /* -- lines --------------------------------------------------------------------------------------------------------- */
 
-/* Notifies the sender that a receive on the line has begun. Called by the thread of the line. */
+/* Sends a notice to `peer` that this rank has begun a receive on the line. Called by the thread of the line. */
 static int tell_begun(void *arg, int peer, int lane)
 {
     ps_p2p *p = arg;
@@ -234,7 +235,7 @@ static int tell_begun(void *arg, int peer, int lane)
 
 static int blame_line(void *arg, int peer, int rc) { return blame(arg, peer, rc); }
 
-/* Finds the line of a lane, or makes it. The caller must hold the lock. */
+/* Finds the line of a lane. Makes the line if it does not exist. The caller must hold the lock. */
 static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps_line **found)
 {
     ps_line **l = &p->peers[peer].lines[out][lane];
@@ -247,7 +248,7 @@ static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps
 
 /* -- arriving headers; the caller holds the lock ------------------------------------------------------------------- */
 
-/* Checks that a received header is the expected one, and begins to receive the payload. */
+/* Checks that the received header `got` is the header that the request expects, and begins to receive the payload. */
 static int take(ps_p2p_request *q, const wire *got)
 {
     ps_p2p *p = q->p2p;
@@ -273,7 +274,7 @@ static int take(ps_p2p_request *q, const wire *got)
     return 0;
 }
 
-/* Matches the receives of a lane with its headers, in the order of both. */
+/* Matches the receives of a lane with its received headers. The first receive gets the first header, and so on. */
 static int match(ps_p2p *p, channel *l)
 {
     int rc = 0;
@@ -343,7 +344,7 @@ static void *listen(void *arg)
     from->deaf = true;
     pthread_cond_broadcast(&p->news);
     pthread_mutex_unlock(&p->lock);
-    /* Ends the run, unless another call reports the error. */
+    /* Ends the run if the listener itself found the error. Other errors are reported by the call that failed. */
     if (rc < 0 && rc != PS_EIO && rc != PS_ETIME && rc != PS_ESTATE) give_up(p, rc);
     return NULL;
 }
@@ -428,7 +429,7 @@ static void request_end(ps_p2p_request *q)
         p->comm->table->drop(q->head_post);
         p->comm->table->drop(q->body_post);
     }
-    /* A context that was closed has no pins. */
+    /* If the context is closed, its pins no longer exist. */
     if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);
     if (q->t) ps_tensor_unhold(q->t);
     q->used = false;
@@ -491,7 +492,7 @@ static void prefix(const ps_p2p_request *q)
     prefix_of(q->p2p, q->out, action, q->peer);
 }
 
-/* Ends a request whose message could not begin, and returns its error. */
+/* Ends a request whose message could not be started, and returns the error of the message. */
 static int refused(ps_p2p_request *q, int rc)
 {
     ps_p2p *p = q->p2p;
@@ -503,8 +504,7 @@ static int refused(ps_p2p_request *q, int rc)
     return rc;
 }
 
-/* Begins a message with a simulated rank. The message holds its tensor until it has been waited for, but it sends no
- * bytes. */
+/* Begins a message with a simulated rank. The tensor is held until ps_p2p_wait, but no bytes are sent. */
 static int pretended(ps_p2p_request *q, ps_p2p_request **out)
 {
     q->state = DONE;
@@ -548,7 +548,7 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
     if (rc == 0 && q->nbytes > 0 && q->head.place == HOST)
         rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
-    /* An error here ends the run, because possibly only the header was sent. */
+    /* An error here ends the run, because the header may have been sent without its payload. */
     if (rc < 0) return refused(q, rc);
     to->lanes[lane].sent++;
     p->bytes_sent += q->nbytes;
@@ -588,8 +588,8 @@ int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor 
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 
-/* Waits for news until ps_now() reaches `until`. Returns false if that time has already passed. The caller must hold
- * the lock. */
+/* Waits until p->news is signaled, or until ps_now() reaches `until`. Returns false if that time has already passed.
+ * The caller must hold the lock. */
 static bool wait_for_news(ps_p2p *p, double until)
 {
     double left = until - ps_now();
@@ -603,8 +603,8 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until come(arg) returns true. Fails if over(arg) returns an error, or when the time `until` has passed.
- * `heads` means that the script of the peer must still send a header. The caller must not hold the lock. */
+/* Waits until come(arg) returns true. Fails if over(arg) returns an error, or if ps_now() reaches `until`. `heads`
+ * means that the script of the peer has not sent the header yet. The caller must not hold the lock. */
 static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
                       const void *arg, bool heads)
 {
@@ -643,8 +643,8 @@ static const ps_error_kept *is_deaf(const void *next)
     return from->deaf ? &from->why : NULL;
 }
 
-/* Returns the error that stops a message, or NULL. A send from a device also fails if the listener of the peer has
- * ended, because that listener receives the notices of the line. */
+/* Returns the error that stops a message, or NULL. A send from a device also fails if the listener for the peer has
+ * ended, because this listener receives the BEGUN notices of the line. */
 static const ps_error_kept *is_over(const void *request)
 {
     const ps_p2p_request *q = request;
@@ -662,14 +662,14 @@ static int wait_for(ps_p2p_request *q, double until)
     return q->out ? 0 : end_of(p, q->body_post, until - ps_now());
 }
 
-/* Called after a failure, which ends all messages. Waits until no other thread uses the request. */
+/* Waits until no other thread uses the request. Called after a failure, which ends all messages. */
 static void let_go(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
     neighbour *with = &p->peers[q->peer];
     pthread_mutex_lock(&p->lock);
     for (;;) {
-        /* This is computed in each turn, because the listener can set q->line. */
+        /* These values are computed in each turn of the loop, because the listener can set q->line. */
         bool line_rests = !q->line || ps_line_rests(q->line);
         bool thread_rests = q->out ? q->state == DONE || with->mute : q->line || has_come(q) || with->deaf;
         if (line_rests && thread_rests) break;
@@ -718,8 +718,9 @@ int ps_p2p_test(ps_p2p_request *q)
 
 bool ps_p2p_carries(const ps_p2p *p, int device) { return p->be && device == p->device; }
 
-/* Returns a line on which this rank receives. This is a line that has failed, or otherwise a line with bytes in
- * transit. Returns NULL if there is no such line. The caller must hold the lock. */
+/* Returns a line on which this rank receives. Prefers a line that has failed. Otherwise returns a line whose bytes have
+ * not all arrived, or NULL if there is no such line. *peer receives the rank at the other end of the line. The caller
+ * must hold the lock. */
 static const ps_line *busy_line(const ps_p2p *p, int *peer)
 {
     const ps_line *busy = NULL;
@@ -733,7 +734,8 @@ static const ps_line *busy_line(const ps_p2p *p, int *peer)
     return busy;
 }
 
-/* Returns the error of a line that has failed, or 0. If `waits` is set, first waits until all messages have arrived. */
+/* Returns the error of a line that has failed, or 0. If `waits` is set, waits until all messages have arrived or a line
+ * has failed. */
 static int look_at_lines(ps_p2p *p, bool waits)
 {
     double until = ps_now() + p->comm->timeout_s;
@@ -811,7 +813,7 @@ int ps_p2p_rank(const ps_p2p *p) { return p->comm->rank; }
 int ps_p2p_size(const ps_p2p *p) { return p->comm->size; }
 int64_t ps_p2p_bytes_sent(const ps_p2p *p) { return p->bytes_sent; }
 
-/* Makes a group of the same ranks. The new group has its own slots, and its own index in the watch. */
+/* Makes a group of the same ranks. The new group has its own slots, and its own place in the watch. */
 static int same_ranks(ps_group *group, ps_group **out)
 {
     int n = ps_group_size(group);
@@ -873,7 +875,7 @@ void ps_p2p_close(ps_p2p *p)
     pthread_mutex_lock(&p->lock);
     p->closing = true;
     for (int r = 0; r < size; r++) {
-        const ps_p2p_request *q = p->peers[r].out;         /* abandoned, because nobody has waited for it */
+        const ps_p2p_request *q = p->peers[r].out;         /* a request that was never waited for */
         if (q) p->comm->table->wake(q->head_post);
         if (q && q->body_post) p->comm->table->wake(q->body_post);
         if (p->peers[r].waits) p->comm->table->wake(p->peers[r].waits);
