@@ -102,8 +102,8 @@ int ps_p2p_settle(ps_p2p *p2p);
 
 /* Names the action that this rank is running, such as "F of micro-batch 3, stage 1". Verdicts contain this name until
  * the next call that waits. The kind 'Y' is an iteration of the script's loop, which has no stage. If `tag` is NULL,
- * this rank runs no action. Other ranks are notified at once (ps_watch_tell). They are notified again when this rank
- * waits for a message. */
+ * this rank runs no action. The watch sends this name at once (ps_watch_tell), and again when this rank waits for a
+ * message. */
 void ps_p2p_at(ps_p2p *p2p, const ps_p2p_tag *tag);
 /* Reports that the step of this rank has failed. The calls of all other ranks then fail with `text`. Returns at once,
  * and does not change the error of this thread. */

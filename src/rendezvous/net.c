@@ -42,7 +42,8 @@ int ps_net_ready(int fd, short events, double until)
 
 bool ps_net_no_files(int why) { return why == EMFILE || why == ENFILE; }
 
-/* Returns true for "localhost" and names below it, with or without a final dot (RFC 6761, section 6.3). */
+/* Returns true for "localhost" and for names that end in ".localhost", with or without a final dot (RFC 6761, section
+ * 6.3). */
 static bool is_localhost(const char *host)
 {
     static const char name[] = "localhost";
@@ -53,7 +54,7 @@ static bool is_localhost(const char *host)
 }
 
 /* Calls getaddrinfo for stream sockets. For "localhost", directly requests loopback addresses, because RFC 6761
- * requires these even if the system does not know the name. flags: AI_PASSIVE or 0. */
+ * requires loopback addresses even if the system does not know the name. flags: AI_PASSIVE or 0. */
 static int look_up(const char *host, int port, int flags, struct addrinfo **list)
 {
     char service[16];
@@ -63,7 +64,7 @@ static int look_up(const char *host, int port, int flags, struct addrinfo **list
     return getaddrinfo(local ? NULL : host, service, &hints, list);
 }
 
-/* Tries once to connect to one address. Returns 0 if nobody answers at this address now. */
+/* Tries once to connect to one address. Returns 0 if no process answers at this address now. */
 static int try_connect(const struct addrinfo *at, double until)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
@@ -88,7 +89,7 @@ int ps_net_reach(const char *host, int port, double until)
     if (look_up(host, port, 0, &list) != 0) return 0;
     int fd = 0;
     for (a = list; a && !fd; a = a->ai_next) {
-        double most = ps_now() + ONE_OF_MANY_S;           /* if there are several addresses, some may be unreachable */
+        double most = ps_now() + ONE_OF_MANY_S;           /* if a host has several addresses, some may be unreachable */
         fd = try_connect(a, a->ai_next && most < until ? most : until);
     }
     freeaddrinfo(list);
@@ -121,13 +122,13 @@ bool ps_net_is_loopback(const char *host)
 
 int ps_host_is_loopback(const char *host) { return host && ps_net_is_loopback(host); }
 
-/* Tries to listen at one address. On failure, returns -1 and sets errno. */
+/* Tries to listen at one address. On success, returns the file descriptor. On failure, returns -1 and sets errno. */
 static int try_listen(const struct addrinfo *at)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
     if (fd < 0) return -1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    /* With this option, an IPv6 socket also accepts IPv4 connections. */
+    /* If IPV6_V6ONLY is off, an IPv6 socket also accepts IPv4 connections. */
     if (at->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
     if (bind(fd, at->ai_addr, at->ai_addrlen) == 0 && listen(fd, 1024) == 0) return fd;
     int why = errno;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This header declares TCP sockets for the store and the watch. The sockets are closed on exec. No call blocks longer
- * than until its deadline `until`, which is a time of ps_now() in seconds. */
+ * This header declares TCP sockets for the store and the watch. All sockets are closed on exec. Functions with a
+ * parameter `until` return at that time at the latest. `until` is a time of ps_now() in seconds. */
 #ifndef PS_RENDEZVOUS_NET_H
 #define PS_RENDEZVOUS_NET_H
 #include <stdbool.h>
@@ -11,24 +11,26 @@
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
 /* Returns true if only this machine can reach `host`. */
 bool ps_net_is_loopback(const char *host);
-/* Tries once to connect. Returns a non-blocking file descriptor, or 0 if nobody answers now. Returns PS_EIO if this
+/* Tries once to connect. Returns a non-blocking file descriptor, or 0 if no process answers now. Returns PS_EIO if this
  * process cannot open a socket. */
 int ps_net_reach(const char *host, int port, double until);
-bool ps_net_knows(const char *host);                           /* returns true if the name has an address here */
-bool ps_net_no_files(int why);                              /* returns true if errno `why` means too many open files */
-/* Waits until the socket is ready for `events` (POLLIN or POLLOUT). Returns 1 on success, 0 if the deadline has
+/* Returns true if this machine can look up an address of `host`. */
+bool ps_net_knows(const char *host);
+/* Returns true if the errno `why` means that too many files are open. */
+bool ps_net_no_files(int why);
+/* Waits until the socket is ready for `events` (POLLIN or POLLOUT). Returns 1 if it is ready, 0 if the time `until` has
  * passed, or -1 if the socket has failed. */
 int ps_net_ready(int fd, short events, double until);
-/* Sends or receives as many bytes as possible without waiting. Returns their number, which can be 0. Returns -1 if
- * the other end has closed the connection, or if the socket has failed. */
+/* Sends (if `out` is set) or receives as many bytes as possible without waiting. Returns the number of transferred
+ * bytes, which can be 0. Returns -1 if the other end has closed the connection, or if the socket has failed. */
 int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out);
-/* Sends or receives exactly nbytes bytes. Returns 1 on success, 0 if the deadline has passed, or -1 if the other end
- * has closed the connection or the socket has failed. */
+/* Sends (if `out` is set) or receives exactly nbytes bytes. Returns 1 on success, 0 if the time `until` has passed, or
+ * -1 if the other end has closed the connection or the socket has failed. */
 int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until);
-/* Returns the maximum time in seconds for which a closing end waits until its last message has been received. This is
- * `usual`, or the value set by ps_test_linger. */
+/* Returns the maximum time in seconds that a process waits, when it closes a connection, until the other end has
+ * received its last message. This time is `usual`, unless ps_test_linger has set another time. */
 double ps_net_linger_s(double usual);
-/* Writes a numeric address to `text`. If `peer` is set, it is the address of the other end, and otherwise that of
- * this end. */
+/* Writes the numeric address of one end of the connection to `text`. If `peer` is set, this is the address of the other
+ * end. Otherwise it is the address of this end. */
 int ps_net_address(int fd, bool peer, char *text, size_t room);
 #endif

@@ -61,8 +61,8 @@ static void say_hello(ps_proof_hello *h, const ps_run *run)
     randombytes_buf(h->random, sizeof h->random);
 }
 
-/* Computes the hash by which one side proves that it knows the key. The hash includes the role of that side.
- * Therefore a peer that only sends the hash back proves nothing. */
+/* Computes the hash by which one side proves that it knows the key. The hash includes the role of this side. Therefore
+ * a peer cannot prove anything if it only sends back the hash that it has received. */
 static void prove(const ps_run *run, const char role[8], const ps_proof_hello *open, const ps_proof_hello *offer,
                   uint8_t out[PS_PROOF_BYTES])
 {
@@ -86,8 +86,8 @@ static bool proves(const ps_run *run, const char role[8], const ps_proof_hello *
 
 static bool same_run(const ps_run *run, const ps_proof_hello *h) { return !memcmp(h->run, run->name, sizeof h->run); }
 
-/* Returns the name of a peer's run in a form that is safe to print. This is necessary because the peer has not proved
- * anything yet. */
+/* Returns the name of the peer's run in a form that is safe to print. The name could contain any bytes, because the
+ * peer has not proved anything yet. */
 static const char *theirs(const ps_proof_hello *h, char out[PS_RUN_NAME + 32])
 {
     char name[PS_RUN_NAME + 1];
@@ -127,7 +127,7 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
     say_hello(&open, run);
     PS_TRY(transfer(fd, &open, sizeof open, true, until, what));
     PS_TRY(transfer(fd, &offer.magic, sizeof offer.magic, false, until, what));
-    /* This check is first, because the message of another protocol may be shorter. */
+    /* The magic number is checked first, because the message of another protocol may be shorter than an OFFER. */
     if (offer.magic != PS_PROOF_MAGIC) return foreign(what);
     PS_TRY(transfer(fd, &offer.secret, sizeof offer - sizeof offer.magic, false, until, what));
     if (!same_run(run, &offer))
@@ -145,7 +145,8 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
 
 /* -- the server ---------------------------------------------------------------------------------------------------- */
 
-/* Sends all bytes without waiting. A new connection has room for them. Returns false if this fails. */
+/* Sends all bytes without waiting. The socket buffer of a new connection has room for them. Returns false if it fails
+ * to send all bytes. */
 static bool send_all(int fd, void *bytes, size_t nbytes)
 {
     return ps_net_some(fd, bytes, nbytes, true) == (int64_t)nbytes;

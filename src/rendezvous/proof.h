@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This header declares a proof that a connection of the store or the watch belongs to this run. Both ends name their
- * run and prove that they know its secret. Each end sends 32 random bytes, and a keyed hash (BLAKE2b of libsodium) of
- * the bytes that both ends have sent. The secret itself is never sent. Messages have a fixed size, so a stranger uses
- * little memory. The proof does not protect against an attacker who reads or alters packets.
+ * run and prove that they know its secret. Each end sends 32 random bytes. It then sends a keyed hash (BLAKE2b of
+ * libsodium) of OPEN and OFFER, which contain the random bytes of both ends. The secret itself is never sent. Messages
+ * have a fixed size, so a stranger cannot make the server use much memory. The proof does not protect against an
+ * attacker who reads or alters packets.
  *
  *   rank            server
- *   OPEN       ->                the rank's run, 32 random bytes
- *              <-   OFFER        the server's run, 32 random bytes; the server then hangs up if the runs differ
- *   PROOF      ->                hash(key, "rank", OPEN, OFFER)
- *              <-   WELCOME      hash(key, "server", OPEN, OFFER); or "refused", after which the server hangs up */
+ *   OPEN       ->                the rank's run, 32 random bytes <-   OFFER        the server's run, 32 random bytes;
+ *              if the runs differ, the server then hangs up
+ *   PROOF      ->                hash(key, "rank", OPEN, OFFER) <-   WELCOME      hash(key, "server", OPEN, OFFER); or
+ *              "refused", after which the server hangs up */
 #ifndef PS_RENDEZVOUS_PROOF_H
 #define PS_RENDEZVOUS_PROOF_H
 #include <stdbool.h>
@@ -22,20 +23,22 @@ enum { PS_RUN_NAME = 128, PS_PROOF_BYTES = 32, PS_PROOF_TEXT = 256 };
 
 /* The name and the secret of a run. If the run has neither, all bytes are zeros. */
 typedef struct ps_run {
-    char name[PS_RUN_NAME + 4];            /* name with a final 0; "" if there is none */
-    bool secret;                           /* the run has a secret; otherwise the key is all zeros */
+    char name[PS_RUN_NAME + 4];            /* name of the run with a final 0; "" if the run has no name */
+    /* secret: true if the run has a secret; otherwise all bytes of the key are zeros */
+    bool secret;
     uint8_t key[PS_PROOF_BYTES];
 } ps_run;
 
-/* Makes a run from its name and its secret. Each of them may be NULL or "". Returns PS_EINVAL if the name has more
- * than PS_RUN_NAME bytes. */
+/* Makes a run from its name and its secret. Both may be NULL or "". Returns PS_EINVAL if the name has more than
+ * PS_RUN_NAME bytes. */
 int ps_run_make(const char *name, const char *secret, ps_run *out);
-/* Copies `run` with a new key. The new key is derived from the old key and from `salt`. */
+/* Copies `run` to *out, but replaces the key by a new key, which is derived from the old key and from `salt`. */
 void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
-void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* writes 256 random bits as text */
-/* Compares a and b in constant time, because the time of a comparison must reveal nothing. */
+void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* writes 256 random bits in hexadecimal */
+/* Returns true if a and b are equal. Compares them in constant time, so that the time reveals nothing about the
+ * bytes. */
 bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES]);
-/* Returns "run 'NAME'" or "a run without a name". The text is safe to print. */
+/* Returns "run 'NAME'", or "a run without a name" if `name` is "". The text is safe to print. */
 const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
 
 typedef struct ps_proof_hello {            /* body of OPEN and OFFER */
@@ -49,14 +52,14 @@ typedef struct ps_proof_word {             /* body of PROOF and WELCOME */
 } ps_proof_word;
 enum { PS_PROOF_MAGIC = 0x31485350 };      /* "PSH1" */
 
-/* Performs the rank's side of the proof on a new connection. The text of each error begins with `what`. Returns:
- *   PS_EIO       if the server has closed the connection
- *   PS_ETIME     if the server did not answer
- *   PS_EFORMAT   if the server uses another protocol
- *   PS_ESTATE    if the server belongs to another run, or has another secret */
+/* Performs the rank's side of the proof on a new connection. The text of each error begins with `what`. Returns 0 or:
+ *   PS_EIO       the server has closed the connection
+ *   PS_ETIME     the server did not answer before the time `until`
+ *   PS_EFORMAT   the server uses another protocol
+ *   PS_ESTATE    the server belongs to another run, or has another secret */
 int ps_proof_ask(int fd, const ps_run *run, double until, const char *what);
 
-/* The progress of the server in the proof of one connection. Initially all bytes are zeros. */
+/* The server's progress in the proof of one connection. Initially all bytes are zeros. */
 typedef struct ps_proof {
     bool opened;                           /* OPEN has been received and OFFER has been sent */
     uint32_t got;                          /* number of bytes of the present message received so far */
@@ -64,8 +67,8 @@ typedef struct ps_proof {
     ps_proof_word word;
 } ps_proof;
 enum { PS_PROOF_HANG_UP = -1, PS_PROOF_MORE, PS_PROOF_DONE };
-/* Reads the bytes that have arrived, and answers a message when it is complete. Does not wait. After
- * PS_PROOF_HANG_UP, `why` is the reason if the client used this protocol, and "" otherwise. */
+/* Reads the bytes that have arrived. If they complete a message, answers the message. Does not wait. After
+ * PS_PROOF_HANG_UP, `why` contains the reason if the client used this protocol, and is "" otherwise. */
 int ps_proof_answer(ps_proof *p, int fd, const ps_run *run, char why[PS_PROOF_TEXT]);
 
 #ifdef __cplusplus

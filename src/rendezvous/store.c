@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the server of the store (store.h). It has one thread, one poll loop, and sockets that never
- * block. A client is a stranger until it has proved that it belongs to the run and has sent its rank. It has
- * STRANGER_S seconds for this. If there are more than MAX_STRANGERS strangers, the oldest one is dropped. All sizes
- * are checked before the bytes are read. A client that sends anything wrong loses its connection. Other clients are
- * not affected. */
+ * This file implements the server of the store (store.h). The server has one thread, one poll loop, and sockets that
+ * never block. A client is a stranger until it has proved that it belongs to the run and has sent its rank. A stranger
+ * is dropped after STRANGER_S seconds. If there are more than MAX_STRANGERS strangers, the oldest stranger is dropped.
+ * All sizes are checked before the bytes are read. If a client sends invalid bytes, its connection is closed. Other
+ * clients are not affected. */
 #define _GNU_SOURCE
 #include "rendezvous/store.h"
 #include "base/alloc.h"
@@ -35,22 +35,24 @@ typedef struct entry {
 
 typedef struct client {
     struct client *next;
-    int fd, rank;                          /* rank is -1 for a stranger */
+    int fd, rank;                          /* rank is -1 if the client is a stranger */
     bool proved;                           /* the client has proved that it belongs to this run */
     ps_proof proof;
-    bool waits;                            /* it waits for the key in `in`, or for all ranks */
-    bool missed;                           /* its last wait has ended without the key */
-    /* done: it has sent BYE or FAULT
-     * told: it has received the fault
-     * gone: it must be closed */
+    /* waits: the client waits for the key in `in`, or for all ranks */
+    bool waits;
+    /* missed: the client's last wait timed out before the key was set */
+    bool missed;
+    /* done: the client has sent BYE or FAULT
+     * told: the client has received the fault
+     * gone: the client must be closed */
     bool done, told, gone;
-    /* no_memory: it must be closed, because there is no memory for its request or answer */
+    /* no_memory: the client must be closed, because there is no memory for its request or for the answer */
     bool no_memory;
-    /* deadline: time (ps_now) when its wait ends, or when it is closed because it is still a stranger */
+    /* deadline: time (ps_now) at which the client's wait ends. For a stranger, the time at which it is closed. */
     double deadline;
     ps_store_request request;
     uint32_t got;                          /* number of bytes of this request received so far */
-    char *in;                              /* the key, followed by the value */
+    char *in;                              /* the key and then the value of the request */
     char *out;                             /* the answer that is being sent, or NULL */
     uint32_t out_nbytes, out_sent;
 } client;
@@ -69,8 +71,9 @@ struct ps_store_server {
     struct pollfd *polls;
     int8_t *seen;                          /* [size] 1 if the rank has sent HELLO */
     atomic_int n_seen;
-    atomic_int n_untold;                   /* number of connected ranks that have not received the fault */
-    atomic_bool faulty;                    /* a fault has been set */
+    /* n_untold: number of connected ranks that have not received the fault yet */
+    atomic_int n_untold;
+    atomic_bool faulty;                    /* true if a fault has been set */
     /* no_files: a client was not accepted because too many files were open */
     atomic_bool no_files;
     char fault[PS_STORE_TEXT];             /* the first fault, or "" */
@@ -122,7 +125,8 @@ static void answer_fault(const ps_store_server *s, client *c)
     answer_text(c, s->fault_code, s->fault);
 }
 
-/* Sets the first fault. The fault is then the answer to all waiting clients, and to every later request. */
+/* Sets the fault, unless there is one already. All waiting clients and all later requests are answered with this
+ * fault. */
 static void set_fault(ps_store_server *s, int code, const char *text)
 {
     if (s->fault[0]) return;
@@ -141,9 +145,10 @@ static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
     return NULL;
 }
 
-enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* for the function `missing` */
+enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* sizes for missing() */
 
-/* Lists the ranks that have not connected. Names the first 16 of them, and counts the others. text: [MISSING_TEXT]. */
+/* Lists the ranks that have not connected. Names the first MISSING_NAMED of these ranks, and counts the others. text:
+ * [MISSING_TEXT]. */
 static void missing(const ps_store_server *s, char *text)
 {
     int n = 0;
@@ -307,8 +312,8 @@ static void receive(ps_store_server *s, client *c)
     }
 }
 
-/* Closes a stranger: the oldest one that has proved nothing, or otherwise the oldest one. Returns false if there are
- * no strangers. */
+/* Closes the oldest stranger that has not proved anything. If there is none, closes the oldest stranger. Returns false
+ * if there are no strangers. */
 static bool drop_stranger(ps_store_server *s)
 {
     client **oldest = NULL;
@@ -352,8 +357,9 @@ const char *ps_store_lacks(const ps_store_server *s)
     return atomic_load(&s->no_files) ? "; rank 0 has as many files open as it may (ulimit -n)" : "";
 }
 
-/* Writes the error of a wait for a key that no rank has set. Names the lowest rank that is connected and does not
- * wait, because it may be the rank that should set the key. text: [PS_STORE_TEXT]. */
+/* Writes an error about a key for which `waiting` has waited in vain, although all ranks have connected. Names the
+ * lowest connected rank that does not wait, because that rank may be the one that should set the key. text:
+ * [PS_STORE_TEXT]. */
 static void not_set(const ps_store_server *s, const client *waiting, char *text)
 {
     int idle = INT_MAX;
@@ -423,10 +429,11 @@ static void *serve_all(void *arg)
             if (!news) continue;
             if (c->out) flush(c);
             if (!c->waits) receive(s, c);
-            /* A client that waits for an answer sends nothing. */
+            /* A client that waits for an answer sends no further request. */
             else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;
         }
-        if (s->polls[1].revents) admit(s); /* must be last, because it changes the list */
+        /* New clients are accepted last, because admit() changes the list of clients. */
+        if (s->polls[1].revents) admit(s);
         sweep(s);
     }
 }

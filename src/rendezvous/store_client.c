@@ -16,10 +16,10 @@
 #include <time.h>
 #include <unistd.h>
 
-/* The maximum number of seconds by which the server's answer to a time-out may be late. */
+/* If a wait times out, the server's answer may be late by at most this number of seconds. */
 static const double SLACK_S = 2;
 static const double LONG_S = 10;           /* number of seconds after which a waiting rank prints a note */
-/* The maximum number of seconds to wait for the server's proof, before another try. */
+/* The maximum number of seconds to wait for the server's proof before the client tries again. */
 static const double ANSWER_S = 10;
 
 struct ps_store {
@@ -52,7 +52,7 @@ static int ask(ps_store *s, ps_store_request q, const char *key, const void *val
     return transfer(s, (void *)(uintptr_t)value, q.value_nbytes, true, until, what);
 }
 
-/* Receives an answer. This is a value of at most `room` bytes, or the error of the server. */
+/* Receives an answer of the server. The answer is a value of at most `room` bytes, or an error. */
 static int hear(ps_store *s, void *value, int64_t room, int64_t *nbytes, double until, const char *what)
 {
     ps_store_answer a;
@@ -78,7 +78,8 @@ void ps_store_pause(void)
     nanosleep(&t, NULL);
 }
 
-/* Performs the proof on a new connection, and sends HELLO. On success, the store owns fd. Otherwise fd is closed. */
+/* Performs the proof on a new connection, and sends HELLO. On success, the new store owns fd. On failure, fd is
+ * closed. */
 static int introduce(int fd, const ps_store_rank *me, double until, ps_store **out)
 {
     static const char *const what = "joining the other ranks";
@@ -154,8 +155,8 @@ int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_sto
     }
 }
 
-/* Sends a request that is answered when other ranks have done their part, or after timeout_s. in_all: number of
- * seconds that the error names. */
+/* Sends a request that the server answers when other ranks have done their part, or after timeout_s. in_all: the number
+ * of seconds that the text of a time-out error contains. */
 static int ask_to_wait(ps_store *s, ps_store_request q, const char *key, double timeout_s, double in_all, void *value,
                        int64_t room, int64_t *nbytes)
 {

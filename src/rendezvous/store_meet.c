@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the two ways in which ranks meet (ps_store_join of store.h). They meet at a host and port, or
- * through a file that all ranks can read. Rank 0 writes the address of its store to this file. The file of an earlier
- * run has an address at which nobody answers. Therefore ranks read the file again until rank 0 answers. */
+ * This file implements the two ways in which ranks meet (ps_store_join of store.h). Ranks meet at a host and port, or
+ * through a file that all ranks can read. Rank 0 writes the address of its store to this file. If the file is from an
+ * earlier run, no process answers at its address. Therefore ranks read the file again until rank 0 answers. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include "rendezvous/net.h"
@@ -22,7 +22,8 @@
 
 enum { LINE = 512 };
 
-/* Splits "host:port" or "[host]:port" into host and port. Writes zeros into `text`. */
+/* Splits `text`, which is "host:port" or "[host]:port", into host and port. Writes zeros into `text`, and makes *host
+ * point into it. `whole` is the address for errors. */
 static int split(char *text, char **host, int *port, const char *whole)
 {
     char *colon = strrchr(text, ':'), *end = colon;
@@ -39,7 +40,7 @@ static int split(char *text, char **host, int *port, const char *whole)
     return 0;
 }
 
-/* Writes the first address of this machine that other machines can probably reach. */
+/* Writes the first address of this machine that other machines can probably reach to `text`. */
 static void own_address(char *text, size_t room)
 {
     struct ifaddrs *list = NULL;
@@ -56,19 +57,19 @@ static void own_address(char *text, size_t room)
 
 /* -- meeting through a file ---------------------------------------------------------------------------------------- */
 
-/* The contents of the file that rank 0 writes. They are "HOST:PORT\n", followed by "secret TEXT\n" if rank 0 has made
- * the secret. */
+/* The contents of the file that rank 0 writes. The first line is "HOST:PORT\n". If rank 0 has made a secret, the second
+ * line is "secret TEXT\n". */
 typedef struct note {
     char text[LINE], *host;
     const char *secret;                    /* "" if there is no secret */
     int port;
 } note;
 
-/* Writes the text to a file without a name, and then gives it the name `path`. Therefore a process that is killed
- * leaves no file. Returns false if the file system, for example NFS, cannot do this. */
+/* Writes the text to a file without a name, and then names the file `path`. Therefore a process that is killed leaves
+ * no incomplete file. Returns false if the file system, for example NFS, does not support files without a name. */
 static bool write_nameless(const char *path, const char *text, size_t nbytes)
 {
-    enum { TRIES = 100 };                  /* other processes may create `path` meanwhile */
+    enum { TRIES = 100 };                  /* other processes may create `path` between two tries */
     char folder[PATH_MAX], own[64];
     const char *slash = strrchr(path, '/');
     int n = slash ? snprintf(folder, sizeof folder, "%.*s", (int)(slash - path + 1), path)
@@ -86,8 +87,8 @@ static bool write_nameless(const char *path, const char *text, size_t nbytes)
     return named;
 }
 
-/* Writes the file so that a reader finds all of it or nothing. Uses a rename if necessary. Only this user can read
- * the file. */
+/* Writes the file so that a reader finds either the complete file or no file. If the file cannot be written without a
+ * name, writes another file and renames it. Only this user can read the file. */
 static int write_note(const char *path, const char *text, size_t nbytes)
 {
     if (write_nameless(path, text, nbytes)) return 0;
@@ -105,9 +106,9 @@ static int write_note(const char *path, const char *text, size_t nbytes)
     return ps_fail(PS_EIO, "rank 0 cannot write its address to %s: %s", path, strerror(why));
 }
 
-/* Returns NULL if the file is complete, and otherwise the reason why it is not. Rejects a file with a secret that
- * another user owns, because that user could pretend to be rank 0. The user `nobody` is accepted, because NFS may
- * show files of root as files of `nobody`. */
+/* Returns NULL if the file is complete. Otherwise returns a text that says why it is not. Rejects a file that has a
+ * secret and belongs to another user, because that user could pretend to be rank 0. Files of the user `nobody` are
+ * accepted, because NFS may show files of root as files of `nobody`. */
 static const char *read_note(const char *path, note *n)
 {
     enum { NOBODY = 65534 };
@@ -179,8 +180,8 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
 
 /* -- meeting at an address ----------------------------------------------------------------------------------------- */
 
-/* Raises the error for a rank 0 that cannot serve. If another run, or another rank 0 of this run, serves at this
- * address, the error says so. */
+/* Raises an error if rank 0 cannot serve at this address. If another run, or another rank 0 of this run, already serves
+ * at this address, the error says so. */
 static int taken(const char *host, int port, const ps_run *run, int rc)
 {
     char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file has the threads and connections of the watch (watch.h). Rank 0 has a connection to each rank, and every
- * other rank has a connection to rank 0. Only the thread of the watch uses connections. Callers store their messages
- * in fields that the lock guards, and wake this thread. Sockets never block, and all sizes are checked before the
- * bytes are read. A peer that sends anything wrong loses its connection. */
+ * This file contains the thread and the connections of the watch (watch.h). Rank 0 has a connection to each other rank.
+ * Every other rank has a connection to rank 0. Only the thread of the watch uses connections. Callers store their
+ * messages in fields that the lock guards, and then wake this thread. Sockets never block, and all sizes are checked
+ * before the bytes are read. If a peer sends invalid bytes, its connection is closed. */
 #define _GNU_SOURCE
 #include "rendezvous/watch_inner.h"
 #include "base/alloc.h"
@@ -27,21 +27,21 @@
 /* All times below are in seconds. */
 /* Time between two beats. It is shorter if the allowed silence is short. */
 static const double BEAT_S = 1;
-/* Maximum time for which a closing process waits until its last message is received. */
+/* Maximum time for which a process that closes its watch waits until its last message has been received. */
 static const double LINGER_S = 1;
 static const double AGAIN_S = 0.05;        /* time between two tries to connect */
-/* Maximum time from the end of the allowed silence to the verdict. */
+/* Maximum time between the end of the allowed silence and the verdict. */
 static const double SLACK_S = 3;
 static const double STRANGER_S = 10;       /* time that a new connection has to send its rank */
-/* Minimum time between two PLACE messages, for each rank of the group. */
+/* The minimum time between two PLACE messages of a rank is TELL_S times the number of ranks. */
 static const double TELL_S = 1e-4;
 
 enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
-/* The last verdict about another rank in a watch that is now closed, or "". A group that fails while it is made is
- * closed before its error is printed. all_lock guards this text. */
+/* The last verdict about another rank of a watch that has been closed, or "". It is kept because a group that fails
+ * while it is made is closed before its error is printed. all_lock guards this text. */
 static char closed_verdict[PS_WATCH_TEXT];
 static ps_watch *all;                      /* list of the watches of this process */
 
@@ -77,7 +77,8 @@ static watch_peer *peer_new(ps_watch *w, int fd, int rank)
     return NULL;
 }
 
-/* Closes a file. First removes it from the epoll set, because a child process may have the same file open. */
+/* Closes a file descriptor. First removes it from the epoll set, because a child process may have the same file
+ * open. */
 static void forget(ps_watch *w, int *fd)
 {
     if (*fd < 0) return;
@@ -119,7 +120,7 @@ static void post_all(ps_watch *w, watch_message m, const char *text)
     for (int r = 0; r < w->size; r++) post(w, w->peers[r], m, text);
 }
 
-/* Sends a beat, which has one message for each place. */
+/* Sends a beat. A beat consists of one message for each place. */
 static void post_places(ps_watch *w, watch_peer *p)
 {
     watch_places own;
@@ -132,15 +133,15 @@ static void post_places(ps_watch *w, watch_peer *p)
                                         .places = n-- }, NULL);
 }
 
-/* Returns true while earlier bytes to this peer have not been sent. The watch then skips beats and pokes. It never
- * skips other messages. There are so few of these that the buffer has room for them. */
+/* Returns true if earlier bytes for this peer are still unsent. The watch then skips beats and pokes for this peer. It
+ * never skips other messages. There are so few other messages that the buffer has room for them. */
 static bool is_behind(const watch_peer *p) { return !p || p->fd < 0 || p->out_nbytes > 0; }
 
 static void beat_to(ps_watch *w, watch_peer *p) { if (!is_behind(p)) post_places(w, p); }
 
-/* Returns the pipe to the launcher of this rank (lua/ps/launch/supervisor.lua). The launcher receives the rank that
- * this group blames. PS_LAUNCHER_PIPE has the form "descriptor:inode". The inode is checked, because a process may
- * have inherited only the environment variable. */
+/* Returns the pipe to the launcher of this rank (lua/ps/launch/supervisor.lua), or -1. The number of the rank that this
+ * group blames is written to the pipe. PS_LAUNCHER_PIPE has the form "descriptor:inode". The inode is checked, because
+ * a process may have inherited the environment variable without the descriptor. */
 static int launcher_pipe(void)
 {
     const char *text = getenv("PS_LAUNCHER_PIPE");
@@ -151,8 +152,8 @@ static int launcher_pipe(void)
     return S_ISFIFO(file.st_mode) && file.st_ino == inode ? fd : -1;
 }
 
-/* Sends the launcher the rank that is to blame for the end of this rank. The launcher empties the pipe, so the write
- * does not block. */
+/* Tells the launcher which rank is to blame for the end of this rank. The launcher reads the pipe continuously, so the
+ * write does not block. */
 static void tell_launcher(const ps_watch *w)
 {
     char line[48];
@@ -194,14 +195,15 @@ static void judge(ps_watch *w)
     if (!watch_judge(w, ps_now())) no_answer(w);
 }
 
-/* Returns true if a complaint replaces an earlier one. Only one complaint is judged, for all ranks. A complaint about
- * a lost connection is replaced by any other kind, because the rank that closed the connection has a better reason. */
+/* Returns true if complaint `c` replaces the earlier complaint. Of all complaints of all ranks, only one is judged. A
+ * complaint about a lost connection is replaced by any other kind of complaint, because the rank that closed the
+ * connection knows the reason better. */
 static bool replaces(const watch_complaint *c, const watch_complaint *earlier)
 {
     return c->on && (!earlier->on || (earlier->what == PS_WATCH_LOST && c->what != PS_WATCH_LOST));
 }
 
-/* Handles a complaint. Rank 0 requests the progress of all ranks. Other ranks send the complaint to rank 0. */
+/* Handles a complaint. Rank 0 asks all ranks for their progress. Other ranks send the complaint to rank 0. */
 static void complained(ps_watch *w, const watch_complaint *c)
 {
     if (!replaces(c, &w->pending)) return;
@@ -220,8 +222,8 @@ static void complained(ps_watch *w, const watch_complaint *c)
     judge(w);
 }
 
-/* Handles the first message of a connection after its proof. Returns false if no rank of this group can have sent the
- * message. */
+/* Handles the first message that arrives on a connection after its proof. Returns false if no rank of this group can
+ * have sent the message. */
 static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (m->kind != WATCH_HELLO || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
@@ -246,8 +248,8 @@ static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char
     return true;
 }
 
-/* Handles the BYE of a peer. If code < 0, the message contains the verdict of the peer, which this rank may not have
- * received. */
+/* Handles the BYE of a peer. If code < 0, the message also contains the verdict that the peer has received. This rank
+ * may not have received the verdict yet. */
 static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *text)
 {
     p->left = true;
@@ -256,7 +258,8 @@ static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *te
     judge(w);
 }
 
-/* Stores a place that a rank has sent. If there are too many places, keeps those that were used last. */
+/* Stores a place that a rank has sent. If there is no room for another place, replaces the place that was used least
+ * recently. */
 static watch_place note_place(watch_places *places, watch_place at)
 {
     int to = 0;
@@ -338,8 +341,8 @@ static bool receive(ps_watch *w, watch_peer *p)
     return true;
 }
 
-/* Closes a stranger: the oldest one that has proved nothing, or otherwise the oldest one. sweep_strangers frees it
- * later. */
+/* Closes the oldest stranger that has not proved anything. If there is none, closes the oldest stranger.
+ * sweep_strangers frees it later. */
 static void drop_stranger(ps_watch *w)
 {
     watch_peer *oldest = NULL;
@@ -370,8 +373,8 @@ static void admit(ps_watch *w)
     w->n_strangers++;
 }
 
-/* Frees strangers whose connections have ended, and strangers that have not sent their rank within STRANGER_S
- * seconds. */
+/* Frees strangers whose connections have ended. Also closes and frees strangers that have not sent their rank within
+ * STRANGER_S seconds. */
 static void sweep_strangers(ps_watch *w, double now)
 {
     for (watch_peer **at = &w->strangers; *at;) {
@@ -395,7 +398,7 @@ static void lost(ps_watch *w, watch_peer *p)
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 
-/* Does not count `seconds` seconds as silence of the peers. This thread did not run during that time, because the
+/* Shortens the measured silence of all peers by `seconds`. This thread did not run during that time, because the
  * machine slept or the process was stopped. */
 static void forgive(ps_watch *w, double seconds)
 {
@@ -417,15 +420,16 @@ static void beat(ps_watch *w, double now)
     w->beat_at = now + w->beat_s;
 }
 
-/* Sends the place that a caller wants to send at once. If another place was sent a moment ago, only returns the time
- * at which this place may be sent. Returns 0 if there is nothing left to send. */
+/* Sends the place that a caller wants to send at once. If the last PLACE was sent a moment ago, sends nothing and
+ * returns the time at which the place may be sent. Returns 0 if there is nothing left to send. */
 static double tell(ps_watch *w, double now)
 {
     double due = w->told_at + TELL_S * w->size;
     watch_message m = { .kind = WATCH_PLACE, .places = 1 };
     pthread_mutex_lock(&w->lock);
     int place = w->moved;
-    bool known = place >= 0 && w->places.known[place];            /* if it is not known, its group is closed */
+    /* a place that is not known belongs to a closed group */
+    bool known = place >= 0 && w->places.known[place];
     if (known) m.at = w->places.at[place];
     if (now >= due) w->moved = -1;
     pthread_mutex_unlock(&w->lock);
@@ -480,8 +484,8 @@ static void events(ps_watch *w, int wait_ms)
     if (stranger) sweep_strangers(w, ps_now());
 }
 
-/* Sends BYE, and waits until the peers have received it, but at most LINGER_S seconds. If the connection were closed
- * at once, earlier messages could be lost. */
+/* Sends BYE, and waits until the peers have closed their connections, but at most LINGER_S seconds. If this rank closed
+ * the connections at once, messages that it sent before could be lost. */
 static void leave(ps_watch *w)
 {
     bool over = atomic_load(&w->over);
@@ -533,7 +537,7 @@ static void *run(void *arg)
 /* -- making a watch ------------------------------------------------------------------------------------------------ */
 
 /* Makes rank 0 listen. The key of the watch is derived from the key of the run and from random bits. Only ranks that
- * the store has accepted can read these bits. */
+ * the store has accepted can read the random bits. */
 static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
     char text[128], token[2 * PS_PROOF_BYTES + 1];
@@ -570,8 +574,8 @@ static int introduce(ps_watch *w, watch_peer *p, double until)
     return 0;
 }
 
-/* Connects to the watch of rank 0, and performs the proof. If rank 0 hangs up because it has too many strangers,
- * tries again. */
+/* Connects to the watch of rank 0, and performs the proof. If rank 0 closes the connection because it has too many
+ * strangers, tries again. */
 static int reach(const ps_watch *w, const char *host, int port, double timeout_s, int *out)
 {
     double until = ps_now() + timeout_s;
@@ -705,7 +709,7 @@ void ps_watch_close(ps_watch *w)
             break;
         }
     pthread_mutex_unlock(&all_lock);
-    if (getpid() == w->pid) {              /* a forked process does not have this thread */
+    if (getpid() == w->pid) {              /* a forked process does not have the thread */
         pthread_mutex_lock(&w->lock);
         w->farewell = WATCH_LEAVES;
         pthread_mutex_unlock(&w->lock);
@@ -820,8 +824,8 @@ int ps_watch_failed_before(ps_watch *w)
                         "it%s%s%s", over ? " (" : "", over ? w->verdict : "", over ? ")" : "");
 }
 
-/* Waits until `stop` returns true, but at most `seconds` seconds. The caller must hold the lock, which guards the
- * values that `stop` reads. */
+/* Waits until stop(w) returns true, but at most `seconds` seconds. The caller must hold the lock, which guards the
+ * fields that stop() reads. */
 static void wait_for(ps_watch *w, double seconds, bool (*stop)(const ps_watch *))
 {
     double until = ps_now() + seconds;
@@ -842,7 +846,7 @@ static bool farewell_said(const ps_watch *w)
 }
 
 /* Reports a complaint, and waits for the verdict. If `op` is NULL, the complaint is about the call that this rank is
- * in. */
+ * in. Otherwise it is about the collective `op` with the number `call`. */
 static int complain(ps_watch *w, int place, const char *op, uint64_t call, int what, int peer, double seconds,
                     const char *text)
 {
@@ -859,11 +863,12 @@ static int complain(ps_watch *w, int place, const char *op, uint64_t call, int w
     watch_complaint c = { .on = at.inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank, .peer = peer,
                           .seconds = seconds, .at = at };
     snprintf(c.text, sizeof c.text, "%s", text);
-    if (replaces(&c, &w->asks)) w->asks = c;               /* otherwise the complaint of another thread is judged */
+    /* Otherwise the complaint of another thread, which came earlier, is judged. */
+    if (replaces(&c, &w->asks)) w->asks = c;
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
-    /* While the group is made, this rank is in no call, and no rank judges a complaint. But a verdict about a dead
-     * rank may arrive. */
+    /* While the group is made, this rank is in no call, and its complaint is not judged. But the watch may make a
+     * verdict because a rank has died. */
     if (what != PS_WATCH_GIVES_UP) wait_for(w, c.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);

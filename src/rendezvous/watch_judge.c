@@ -6,10 +6,11 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The time in seconds between a broken connection and its verdict. During this time the reason, such as a message or
- * the death of the peer, may become known. */
+/* The time in seconds from a broken connection to the verdict about it. During this time the reason may become known,
+ * for example from a message or from the death of the peer. */
 static const double GRACE_S = 1.5;
-static const double POKE_S = 1;            /* time in seconds that ranks have to report their progress */
+/* POKE_S: maximum time in seconds that ranks have to report their progress after a poke */
+static const double POKE_S = 1;
 
 enum { MAX_NAMED = 4, PLACE_TEXT = 240 };
 
@@ -20,7 +21,7 @@ static const char *host_of(const ps_watch *w, int rank)
     return p && p->host[0] ? p->host : "host unknown";
 }
 
-/* Writes the name and number of a call, such as "all_reduce (call 3)" or "all_reduce of tp (call 3)". */
+/* Writes the name and the number of a call to `text`, such as "all_reduce (call 3)" or "all_reduce of tp (call 3)". */
 static void numbered(const watch_place *at, const char *op, uint64_t call, char *text, size_t room)
 {
     int n = snprintf(text, room, "%s%s%s", op, at->axis[0] ? " of " : "", at->axis);
@@ -28,8 +29,8 @@ static void numbered(const watch_place *at, const char *op, uint64_t call, char 
         snprintf(text + n, room - (size_t)n, " (call %llu)", (unsigned long long)call);
 }
 
-/* Writes the call that a rank is in. For a send or recv, this is a text such as "send with rank 2" or "send of pp
- * with rank 2". For other calls, it is the text of `numbered`. */
+/* Writes a description of the call that a rank is in to `text`. For a send or recv, the description is such as "send
+ * with rank 2" or "send of pp with rank 2". For other calls, it is the text of numbered(). */
 static void call_text(const watch_place *at, char *text, size_t room)
 {
     if (at->peer < 0) numbered(at, at->op, at->call, text, room);
@@ -41,8 +42,9 @@ static void last_call_text(const watch_place *at, char *text, size_t room)
     numbered(at, at->last_op, at->last_call, text, room);
 }
 
-/* Returns the place that best describes a rank. This is the latest place that is inside a call, or otherwise the
- * latest place with a finished collective. Returns NULL if the rank has made no call. */
+/* Returns the place that best describes the position of a rank. This is the last used place that is inside a call. If
+ * no place is inside a call, it is the last used place with a finished collective. Returns NULL if the rank has made no
+ * call. */
 static const watch_place *latest(const watch_places *places)
 {
     const watch_place *best = NULL;
@@ -79,7 +81,7 @@ static void place_text(const watch_places *places, char *text, size_t room)
     }
 }
 
-/* Returns true if a rank is in a call of a group other than the group of place `i`. */
+/* Returns true if a rank is in a call of a group whose place is not places->at[i]. */
 static bool is_elsewhere(const watch_places *places, int i)
 {
     bool found = false;
@@ -88,9 +90,9 @@ static bool is_elsewhere(const watch_places *places, int i)
     return found;
 }
 
-/* Writes the last known position of rank p. This is the place in its last message. If this rank has since finished a
- * collective, rank p must have begun this collective. Rank p is then assumed to be in the collective, unless it is in
- * a call of another group. */
+/* Writes the last known position of rank p to `text`. The position is known from the last message of rank p. If this
+ * rank has since finished a collective, rank p must have begun this collective as well. Rank p is then assumed to be in
+ * this collective, unless it is in a call of another group. */
 static void last_known(ps_watch *w, const watch_peer *p, char *text, size_t room)
 {
     watch_places own, theirs = p->places;
@@ -138,8 +140,9 @@ static void ended(ps_watch *w, const watch_peer *p, const watch_complaint *c)
                  "rank %d (%s) waits for it in %s", p->rank, p->host, place, c->from, host_of(w, c->from), call);
 }
 
-/* Returns true if rank `r` keeps the complaining rank waiting. This is the case if it is in the same group and has
- * not begun the call. If the place of rank `r` is unknown, this is the case only for the peer of the complaint. */
+/* Returns true if rank `r`, whose places are `places`, keeps the complaining rank waiting. Rank `r` does so if it is in
+ * the group of the call and has not begun the call. If `r` has no known place in this group, only the peer that the
+ * complaint names is assumed to keep it waiting. */
 static bool is_missing(const watch_places *places, int r, const watch_complaint *c)
 {
     const watch_place *p = watch_find(places, c->at.key);
@@ -170,7 +173,7 @@ static int add_missing(const ps_watch *w, const watch_peer *p, const watch_compl
                     c->seconds, place);
 }
 
-/* Makes the verdict about a call that has taken too long. The verdict lists the ranks that have not begun the call. */
+/* Makes the verdict about a call that has timed out. The verdict lists the ranks that have not begun the call. */
 static void timed_out(ps_watch *w, const watch_complaint *c, double now)
 {
     char text[PS_WATCH_TEXT - 100], call[96];
@@ -216,16 +219,15 @@ static void broke(ps_watch *w, const watch_complaint *c)
 
 /* -- cycles
  *
- * Ranks that deadlock in calls of different groups would wait until the time-out. Rank 0 finds such ranks earlier,
- * from the places that beats contain. The information that rank 0 has about two ranks can be from different times.
- * Therefore rank 0 examines one moment in the past, at which it sent an earlier beat. A rank had its present place at
- * that moment if two conditions hold: it sent this place before that moment, and it sent the same place again after
- * it had received that beat. A rank whose script waits begins no other call. Therefore a cycle of such ranks never
- * ends. */
-/* The beat that is examined, counted backward from the next beat. */
+ * If ranks deadlock in calls of different groups, they would wait until the time-out. Rank 0 finds such ranks earlier,
+ * from the places in their beats. The places of two ranks can be from different times. Therefore rank 0 examines one
+ * moment in the past, at which it sent an earlier beat. A rank had its present place at that moment if two conditions
+ * hold: it sent this place before that moment, and it sent the same place again after it had received that beat. A rank
+ * whose script waits begins no other call. Therefore a cycle of such ranks never ends. */
+/* The examined moment is the sending of the beat with the index n_beats - EARLIER. */
 enum { EARLIER = 2 };
 
-/* Returns the place of the call in which the script of a rank waits, or NULL. */
+/* Returns the place of the call in which the script of a rank waits, or NULL if the script does not wait. */
 static const watch_place *waiting(const watch_places *places)
 {
     for (int i = 0; i < PS_WATCH_PLACES; i++)
@@ -248,8 +250,8 @@ static const watch_places *places_of(const ps_watch *w, const watch_places *own,
     return rank == 0 ? own : p && !p->left ? &p->places : NULL;
 }
 
-/* Returns true if no message of a group is in transit. This is known only if all ranks rest. If it is not known,
- * returns false. */
+/* Returns true if it is known that no message of the group `key` is in transit. This is known only if all ranks
+ * rest. */
 static bool is_quiet(const ps_watch *w, const watch_places *own, uint64_t key)
 {
     int64_t under_way = 0;
@@ -262,8 +264,9 @@ static bool is_quiet(const ps_watch *w, const watch_places *own, uint64_t key)
     return under_way == 0;
 }
 
-/* Returns a waiting rank that keeps rank `rank` waiting, or -1. Such a rank is in the group of the call in which
- * `rank` waits, but it is in no call of that group. For a message, it is the rank that must send the message. */
+/* Returns a held rank that keeps rank `rank` waiting, or -1 if there is none. The returned rank belongs to the group of
+ * the call in which `rank` waits, but it is in no call of that group. If `rank` waits for a message, the returned rank
+ * is the rank that must send the message. */
 static int held_by(const ps_watch *w, const watch_places *own, int rank)
 {
     const watch_place *at = waiting(places_of(w, own, rank));
@@ -309,7 +312,7 @@ void watch_circle(ps_watch *w)
         rest->held = rest->rests && waiting(places);
         n += rest->held;
     }
-    /* Removes ranks whose wait can end. The remaining ranks form cycles. */
+    /* Removes ranks whose wait can end from the set of held ranks. The remaining held ranks form cycles. */
     for (int before = n + 1; n > 0 && n < before;) {
         before = n;
         for (int r = 0; r < w->size; r++)
@@ -320,8 +323,8 @@ void watch_circle(ps_watch *w)
 
 /* -- complaints */
 
-/* Judges a complaint on a rank other than 0. Such a rank makes a verdict only if rank 0 has left. Returns false if
- * there will be no verdict. */
+/* Judges a complaint on a rank other than 0. This rank makes a verdict only if rank 0 has left. Returns false if there
+ * will be no verdict. */
 static bool judge_rank_0(ps_watch *w)
 {
     const watch_peer *p = w->peers[0];
