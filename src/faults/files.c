@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the doors of files (faults.h). Streams of the C library use the same doors. The io library of
- * LuaJIT uses such streams (fopen). */
+ * This file implements the doors of files (faults.h). The streams of the C library (fopen) pass the same doors.
+ * LuaJIT's io library uses these streams. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <dlfcn.h>
@@ -45,11 +45,11 @@ void faults_flip(void *bytes, size_t nbytes, double which)
     ((uint8_t *)bytes)[bit / 8] ^= (uint8_t)(1u << bit % 8);
 }
 
-/* The path of an open file descriptor begins with this text. open() can open such a path again. */
+/* The path of an open file descriptor begins with this text. open() accepts such a path. */
 #define OPEN_FILE "/proc/self/fd/"
 
-/* Writes the absolute path to out [PATH_MAX] and returns it, if it is below PS_FAULT_FOLDER. Returns NULL for other
- * paths. */
+/* If the path is below PS_FAULT_FOLDER, writes the absolute path to out [PATH_MAX] and returns it. Returns NULL for
+ * other paths. */
 static const char *ours(int folder, const char *path, char *out)
 {
     static const char *root;
@@ -68,8 +68,8 @@ static const char *ours(int folder, const char *path, char *out)
     return !strncmp(out, root, n) && (out[n] == '/' || !out[n]) ? out : NULL;
 }
 
-/* Logs the path of a file or folder that will be created outside PS_FAULT_FOLDER. The test runner checks that it is
- * removed again. */
+/* Logs the path of a file or folder that will be created outside PS_FAULT_FOLDER. The test runner checks that the file
+ * or folder is removed again. */
 static void outside(const char *path)
 {
     if (path && strncmp(path, "/dev/", 5) && strncmp(path, "/proc/", 6)) faults_note("outside %s", path);
@@ -206,7 +206,7 @@ int fsync(int fd)
     faults_hit hit = faults_pass(DOOR_SYNC, CAN_STOP | CAN(ACT_FULL), faults_path_of(fd));
     if (hit.err && hit.err != EINTR) lost_failed_sync(fd, (uint64_t)hit.arg);
     if (hit.action) return fail(hit);
-    /* The real file is not synced. The loss of power is only simulated, so a record of the sync is enough. */
+    /* The real file is not synced. The loss of power is only simulated, so it is enough to record the sync. */
     lost_sync(fd);
     return 0;
 }
@@ -232,8 +232,9 @@ int fallocate(int fd, int mode, off_t offset, off_t nbytes)
 }
 
 /* -- memory maps -------------------------------------------------------------------------------------------------- */
-/* Replaces pages of a private map by pages of an empty file, starting with a page among the first ten. An access to
- * these pages raises SIGBUS. The same happens if another process truncates a file, or if its disk fails. */
+/* Replaces the pages of a private map from page `which` % 10 to its end by pages of an empty file. An access to the
+ * replaced pages raises SIGBUS. The kernel also raises SIGBUS if another process truncates a mapped file,
+ * or if its disk fails. */
 static void cut_map(char *p, size_t nbytes, int flags, double which)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), from = (size_t)which % 10 * page;
@@ -244,15 +245,16 @@ static void cut_map(char *p, size_t nbytes, int flags, double which)
     syscall(SYS_close, empty);
 }
 
-/* Returns true if an address is in oneDNN. The code generator of oneDNN does not check its maps, so a map that fails
- * ends the process with SIGSEGV. */
+/* Returns true if a code address is in oneDNN. oneDNN's code generator does not check whether its maps have failed, so
+ * a failed map would end the process with SIGSEGV. */
 static bool in_onednn(void *address)
 {
     Dl_info info;
     return dladdr(address, &info) && info.dli_fname && strstr(info.dli_fname, "/libdnnl.so");
 }
 
-/* Passes a map of a file to the door of maps. Counts a map without a file as an allocation, unless oneDNN makes it. */
+/* If the map has a file, passes it to the door of maps. Otherwise counts it as an allocation, unless oneDNN makes the
+ * map. */
 void *mmap(void *at, size_t nbytes, int prot, int flags, int fd, off_t offset)
 {
     bool anonymous = (flags & MAP_ANONYMOUS) != 0;
@@ -335,13 +337,13 @@ int mkdir(const char *path, mode_t mode)
 }
 
 /* -- streams ------------------------------------------------------------------------------------------------------ */
-/* Reads for a stream. Never returns EINTR, because the kernel restarts calls on files after a signal. */
+/* Reads for a stream. Never fails with EINTR, because the kernel restarts reads of files after a signal. */
 static ssize_t cookie_read(void *c, char *bytes, size_t nbytes)
 {
     return read_door((int)(intptr_t)c, bytes, nbytes, -1, false);
 }
-/* Writes for a stream. Returns 0 for an error, as the C library requires. After a short write, the C library itself
- * continues. */
+/* Writes for a stream. If an error occurs, returns 0, as the C library requires. After a short write, the C library
+ * writes the remaining bytes itself. */
 static ssize_t cookie_write(void *c, const char *bytes, size_t nbytes)
 {
     ssize_t done = 0;

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file simulates a loss of power (faults.h). Before each change of a file, its present bytes are kept until an
- * fsync confirms that the new bytes are on the disk. Names are kept in the same way until their folder is synced.
- * When power is lost, there are three cases for each block of 4,096 bytes that was not synced. It keeps its new
- * bytes, it gets its old bytes back, or it gets the old bytes back in some of its sectors. The last few changes of a
- * folder's names are undone, as in a file system with a journal.
+ * This file simulates a loss of power (faults.h). Before each change of a file, the present bytes of the file are kept
+ * until an fsync confirms that the new bytes are on the disk. Names are kept in the same way until their folder is
+ * synced. When power is lost, one of three cases is chosen for each block of 4,096 bytes that was not synced:
+ *   - The block keeps its new bytes.
+ *   - The block gets its old bytes back.
+ *   - Some sectors of the block get their old bytes back.
+ * The last few changes of a folder's names are undone, as in a file system that has a journal.
  *
- * Files of the disk tier have no name. They are ignored, because their contents do not exist longer than the process.
- * Each process undoes its own changes. If all ranks lose power, each rank does this, in no particular order. */
+ * Files of the disk tier have no name. They are ignored, because their contents end with the process. Each process
+ * undoes its own changes. If all ranks lose power, each rank undoes its changes, in no particular order. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <errno.h>
@@ -28,7 +30,7 @@ typedef struct file {
     struct file *next;
     dev_t dev;
     ino_t ino;
-    /* fd: a separate descriptor, with which old bytes are read and written back */
+    /* fd: a separate descriptor, with which old bytes are read and written */
     int fd;
     int64_t old_size;
     block *blocks;
@@ -38,7 +40,7 @@ typedef struct change {
     enum { CREATE, RENAME, EXCHANGE, REMOVE, REMOVE_FOLDER, MAKE_FOLDER } kind;
     /* folder: the folder whose names change */
     char folder[PATH_MAX], path[PATH_MAX], to[PATH_MAX];
-    /* old: the bytes of the file that the change removes or replaces, or NULL */
+    /* old: the contents of the file that the change removes or replaces, or NULL */
     uint8_t *old;
     int64_t old_size;
 } change;
@@ -61,8 +63,8 @@ static file **find(const struct stat *st)
     return at;
 }
 
-/* Returns the record of a file, which is made if necessary. Returns NULL if fd is not a regular file, or if there is
- * no memory. */
+/* Returns the record of a file. Makes the record if there is none. Returns NULL if fd is not a regular file, or if
+ * there is no memory. */
 static file *record_of(int fd)
 {
     struct stat st;
@@ -159,7 +161,7 @@ static void copy_path(char *out, const char *path)
     while (n > 1 && out[n - 1] == '/') out[--n] = 0;
 }
 
-/* (locked) Appends a record of a change of names, in the folder that contains `path`. */
+/* (locked) Appends a record of a change of names in the folder that contains `path`. */
 static change *append(int kind, const char *path, const char *to)
 {
     if (n_changes == room_changes) {
@@ -179,7 +181,7 @@ static change *append(int kind, const char *path, const char *to)
     return c;
 }
 
-/* Stores the bytes of the file `path` in the change, if this file exists. */
+/* Stores the bytes of the file `path` in the change, if the file exists. */
 static void keep_bytes(change *c, const char *path)
 {
     int fd = c ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0) : -1;
@@ -193,7 +195,7 @@ static void keep_bytes(change *c, const char *path)
     syscall(SYS_close, fd);
 }
 
-/* If a path begins with the folder `from`, replaces this part by `to`. */
+/* If a path begins with the folder `from`, replaces this folder by `to`. */
 static void move_prefix(char *path, const char *from, const char *to)
 {
     char moved[PATH_MAX];
@@ -301,21 +303,24 @@ static void undo(int i)
     else {
         unsigned flags = c->kind == EXCHANGE ? RENAME_EXCHANGE : 0;
         if (!flags && is_folder(c->to)) move_paths(i, c->to, c->path);
-        /* This fails, unless the folder has been made again. */
+        /* This first rename fails, unless a folder has been made again at c->path. */
         syscall(SYS_renameat2, AT_FDCWD, c->path, AT_FDCWD, c->to, 0);
         syscall(SYS_renameat2, AT_FDCWD, c->to, AT_FDCWD, c->path, flags);
         if (!flags) restore(c, c->to);
     }
 }
 
-/* Undoes the last changes of each folder. For a third of the folders, no change is undone, as if the file system had
- * just written its journal. For another third, all changes are undone. For the rest, a random number of changes is
- * undone. */
+/* Undoes the last changes of the names in each folder. One of three cases is chosen for each folder, with equal
+ * probability:
+ *   - No change is undone, as if the file system had just written its journal.
+ *   - All changes are undone.
+ *   - A random number of changes is undone. */
 static void lose_names(uint64_t *state)
 {
-    /* The folders for which the number of lost changes has been drawn. */
+    /* gone: the folders for which the number of changes to undo has been drawn */
     static char gone[64][PATH_MAX];
-    static int left[64];                      /* [n_gone] number of changes that must still be undone in each folder */
+    /* left: [n_gone] number of changes that must still be undone in each folder */
+    static int left[64];
     int n_gone = 0;
     for (int i = 0; i < n_changes; i++) {
         int k = 0;
@@ -338,10 +343,11 @@ static void lose_names(uint64_t *state)
             }
 }
 
-/* Loses bytes of a file. Adds the numbers of blocks that stayed, that were lost and that were torn to `counts`. */
+/* Loses bytes of a file. Adds the number of blocks that kept their new bytes to counts[0], the number of blocks that
+ * lost them to counts[1], and the number of blocks that lost only some sectors to counts[2]. */
 static void lose_file(const file *f, uint64_t *state, int counts[3])
 {
-    bool all = draw(state) % 3 == 0;            /* no block reached the disk, which is common */
+    bool all = draw(state) % 3 == 0;            /* no block reached the disk; this case is frequent in practice */
     int64_t size = size_of(f->fd);
     for (int i = 0; i < f->n; i++) {
         block *b = &f->blocks[i];
@@ -380,7 +386,7 @@ void lost_failed_sync(int fd, uint64_t seed)
 
 _Noreturn void lost_power(uint64_t seed)
 {
-    faults_lock();                              /* never unlocked, so that other threads stop at their next change */
+    faults_lock();                              /* not unlocked, so that other threads stop at their next change */
     lose_bytes(&seed);
     lose_names(&seed);
     for (;;) syscall(SYS_kill, getpid(), SIGKILL);

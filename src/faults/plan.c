@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the plan (faults.h). It has the text of the plan, the counters of the doors, and the actions
- * that do not depend on the call. */
+ * This file implements the plan (faults.h). It contains the text of the plan, the counters of the doors, and the
+ * actions that are performed in the same way for every call. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include "base/thread.h"
@@ -24,7 +24,8 @@
 #include <unistd.h>
 
 enum { MOST_EVENTS = 64 };
-/* The classes of files and folders. The class follows from the path. An event can count only the calls of one class. */
+/* The classes of files and folders. class_of() derives the class from the path. An event can count only the calls of
+ * one class. */
 enum class { C_ALL, C_SAVE, C_INDEX, C_LATEST, C_FOLDER, C_CHUNK, C_LOG, C_OTHER, N_CLASSES };
 static const char *const classes[N_CLASSES] = { "", "save", "index", "latest", "folder", "chunk", "log", "other" };
 typedef struct event {
@@ -37,7 +38,7 @@ static event events[MOST_EVENTS];
 static int n_events;
 static bool ready, wants_power;
 static unsigned watched;                        /* set of the doors that events watch, one bit per door */
-/* calls: number of calls for each door and class. C_ALL counts all classes.
+/* calls: number of calls for each door and class; C_ALL counts the calls of all classes
  * n_happened: number of events that have happened */
 static _Atomic int64_t calls[N_DOORS][N_CLASSES], n_happened;
 static atomic_flag taken = ATOMIC_FLAG_INIT;
@@ -95,7 +96,8 @@ static _Noreturn void refuse(const char *text)
     _exit(2);
 }
 
-/* Returns the class of a path. The files of a checkpoint are below run/. Files of the disk tier have no name. */
+/* Returns the class of a path. The path of a checkpoint's file contains /run/. The path of the disk tier's file
+ * contains a '(', because the file has no name. */
 static int class_of(int door, const char *what)
 {
     struct stat st;
@@ -114,7 +116,7 @@ static int named(const char *name, const char *const *list, int n)
     return -1;
 }
 
-/* Sets the action of an event from a text such as "EIO" or "delay:0.5". */
+/* Sets the action, errno and number of an event from a text such as "EIO" or "delay:0.5". */
 static bool set_action(event *e, char *text)
 {
     char *colon = strchr(text, ':');
@@ -143,7 +145,8 @@ static void add(const char *text)
     event e = { .door = named(door, doors, N_DOORS), .class = slash ? named(slash + 1, classes, N_CLASSES) : C_ALL,
         .nth = nth, .count = count };
     if (e.door < 0 || e.class < 0 || nth < 0 || count < 1 || !set_action(&e, what)) refuse(text);
-    wants_power |= e.action == ACT_POWER_ALL;              /* such an event of any rank cuts the power of every rank */
+    /* An event power_all cuts the power of all ranks, even if it is for another rank. */
+    wants_power |= e.action == ACT_POWER_ALL;
     if (who[0] != '*' && atoi(who) != rank) return;
     wants_power |= e.action == ACT_POWER || ((e.action == ACT_ERRNO || e.action == ACT_FULL) && e.door == DOOR_SYNC);
     watched |= 1u << e.door;
@@ -179,7 +182,7 @@ static const char *action_name(const event *e)
 }
 
 /* -- loss of power of all ranks ------------------------------------------------------------------------------------ */
-/* A seed in a file that all processes map. In each process, a thread sleeps until the seed is not 0. */
+/* all_power: a seed in a file that all processes map. In each process, a thread sleeps until the seed is not 0. */
 static _Atomic uint32_t *all_power;
 
 static void *wait_for_power(void *arg)
@@ -221,7 +224,7 @@ __attribute__((constructor)) static void begin(void)
     watch_power(getenv("PS_FAULT_PLAN"));
 }
 
-/* Performs an action that does not depend on the call. */
+/* Performs an action that is the same for every call. */
 static void perform(const event *e)
 {
     if (e->action == ACT_DELAY) faults_nap(e->arg);
@@ -262,7 +265,7 @@ faults_hit faults_pass(int door, unsigned can, const char *what)
     return hit.action ? hit : first;
 }
 
-/* Logs the number of calls of each door. Tests choose their plans from these numbers. */
+/* Logs how often each door was called. Tests choose their plans from these numbers. */
 __attribute__((destructor)) static void end(void)
 {
     char line[2048];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file implements the door of io_uring (faults.h). Each vectored read or write passes the door when it is
- * submitted. A request that must fail, or whose bytes get a flipped bit, is replaced by an empty request. The result
- * of the empty request is replaced when it is completed. */
+ * submitted. If a request must fail, or if a bit of its bytes must be flipped, an empty request is submitted instead.
+ * When the empty request is completed, its result is replaced. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <errno.h>
@@ -10,8 +10,8 @@
 #include <unistd.h>
 
 enum { MOST = 64 };
-/* The requests whose result an event replaces. They need no lock, because only one thread uses a ring, and a process
- * has only one disk tier. */
+/* The requests whose results are replaced. No lock guards them, because only one thread uses a ring, and a process has
+ * only one disk tier. */
 static struct { uint64_t user_data; int res; bool used; } replaced[MOST];
 static struct iovec shortened[MOST];
 static unsigned n_shortened;
@@ -28,8 +28,8 @@ static void replace(struct io_uring_sqe *sqe, int res)
     }
 }
 
-/* Passes a request to its door. last: the last request of the batch. An event `reorder` swaps this request with the
- * last one. */
+/* Passes a request to its door. last: the last request of the batch. The action `reorder` swaps the request with the
+ * last request. */
 static void pass(struct io_uring_sqe *sqe, struct io_uring_sqe *last)
 {
     bool reads = sqe->opcode == IORING_OP_READV;

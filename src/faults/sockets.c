@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the doors of sockets (faults.h). They are the sockets of the store, of the watch, of the lines
- * of psluajit, and of Gloo. */
+ * This file implements the doors of sockets (faults.h). The sockets belong to the store, the watch, psluajit's lines,
+ * and Gloo. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <errno.h>
@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 enum { MOST = 4096 };
-/* The states that events set for a descriptor.
+/* The states into which events put a descriptor.
  * DRIPS: each call transfers at most 64 bytes
  * HALF_OPEN: bytes that are sent are lost */
 enum { DRIPS = 1, HALF_OPEN = 2 };
@@ -52,7 +52,7 @@ int connect(int fd, const struct sockaddr *address, socklen_t length)
     return (int)syscall(SYS_connect, fd, address, length);
 }
 
-/* Resets a connection. Sends RST to the other side, and returns an error on this side. */
+/* Resets a connection. The other side receives RST, and the call on this side returns an error. */
 static ssize_t reset(int fd)
 {
     struct linger now = { 1, 0 };
@@ -63,8 +63,8 @@ static ssize_t reset(int fd)
     return -1;
 }
 
-/* Applies the events of the plan to a call. Returns true if the call must return *result at once. Otherwise sets
- * *nbytes to the number of bytes that the call may transfer. */
+/* Applies the events of the plan to a call. Returns true if the call must return *result without doing anything.
+ * Otherwise sets *nbytes to the number of bytes that the call may transfer. */
 static bool struck(int door, int fd, size_t *nbytes, ssize_t *result)
 {
     unsigned can = CAN_SEND & ~(door == DOOR_RECV ? CAN(ACT_HALF_OPEN) : 0u);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the doors of memory, clocks, sleeps and locks (faults.h). Only memory requests of the engine
- * use a door. The linker redirects malloc, calloc and realloc of the engine to the functions __wrap_malloc,
+ * This file implements the doors of memory, clocks, sleeps and locks (faults.h). Only the engine's own memory requests
+ * pass a door. The linker redirects the engine's calls of malloc, calloc and realloc to the functions __wrap_malloc,
  * __wrap_calloc and __wrap_realloc. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
@@ -78,8 +78,8 @@ int clock_nanosleep(clockid_t id, int flags, const struct timespec *t, struct ti
 }
 
 /* -- switches between threads ------------------------------------------------------------------------------------- */
-/* An event `lag` delays its thread at each of its next LAGS locks. Other threads then run between the steps of this
- * thread. */
+/* The action `lag` delays its thread at each of the thread's next LAGS locks, so that other threads run between these
+ * locks. */
 enum { LAGS = 200 };
 static _Thread_local int lags_left;
 static _Thread_local double lag_s;
@@ -102,9 +102,9 @@ int pthread_mutex_lock(pthread_mutex_t *m)
     return next(m);
 }
 
-/* Returns true if the caller of the wait is Gloo or the C++ library on behalf of Gloo. Loop::unregisterDescriptor of
- * Gloo treats any end of its wait as a turn of its thread. That thread then ends the process if it finds the closed
- * pair. */
+/* Returns true if Gloo waits, or if the C++ library waits for Gloo. Gloo's Loop::unregisterDescriptor interprets any
+ * end of its wait as a turn of its thread. If the wait ends early, the thread later finds a closed pair and ends the
+ * process. */
 static bool gloo_waits(const void *caller)
 {
     Dl_info at;
@@ -112,7 +112,7 @@ static bool gloo_waits(const void *caller)
         && (strstr(at.dli_fname, "libgloo") || strstr(at.dli_fname, "libstdc++"));
 }
 
-/* This wait can end without a signal. POSIX allows this, so callers must check their condition again. */
+/* This wait can end without a signal. POSIX allows such ends, so callers must check their condition again. */
 int pthread_cond_wait(pthread_cond_t *c, pthread_mutex_t *m)
 {
     static int (*next)(pthread_cond_t *, pthread_mutex_t *);

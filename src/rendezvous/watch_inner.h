@@ -18,7 +18,7 @@ typedef struct watch_place {
     /* turn: counter of this rank. Each enter and each leave of any place increments the counter and stores it in that
      * place. Therefore the place that was used last has the highest turn. */
     uint64_t turn;
-    /* moved: the same as `turn`, but messages increment the counter as well */
+    /* moved: like `turn`, but messages and changes of `waits` also increment and store the counter */
     uint64_t moved;
     uint64_t calls;                        /* number of collectives that the rank has begun */
     /* call: number of the present call, or of the last call if the rank is in no call

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file implements the table of transport.h with Gloo's TCP transport. It is the only C++ file outside
- * backend/cuda, and no exception leaves it. An exchange uses one of Gloo's unbound buffers for each peer and
- * direction. Therefore a failure names its rank.
+ * backend/cuda, and it lets no exception escape to its callers. An exchange uses one of Gloo's unbound buffers for each
+ * combination of peer and direction. Therefore the error of a failed exchange can name the rank of the peer.
  *
- * Gloo's thread accesses the bytes of the caller while their buffer exists, and never after its destructor. Therefore
- * a call returns an error only after the communicator has freed all its buffers. If the bytes were freed earlier, a
- * write in Gloo's thread could fail and throw there, which would end the process.
+ * Gloo's thread accesses the caller's bytes while their buffer exists, but never after the destructor of the buffer has
+ * returned. Therefore a call returns an error only after the communicator has freed all its buffers. If the caller
+ * freed its bytes earlier, a write in Gloo's thread could fail and throw there, which would end the process.
  *
- * Only benchmarks use Gloo's collectives. The order of their sums depends on the position of an element, and a wrong
- * size ends the process. */
+ * Gloo's own collectives are used only by benchmarks. In these collectives, the order of the terms of a sum depends on
+ * the position of an element, and a wrong size ends the process. */
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -45,7 +45,8 @@ using std::chrono::milliseconds;
 
 struct store_failed : std::runtime_error { using std::runtime_error::runtime_error; };
 
-/* The store in the form that Gloo uses. After a failure, the error of this thread has the engine's message. */
+/* The store, with the interface that Gloo uses. After a failure, the error of this thread contains the engine's
+ * message. */
 class Store : public gloo::rendezvous::Store {
 public:
     Store(ps_store *store, double timeout_s) : store_(store), timeout_s_(timeout_s) { }
@@ -60,7 +61,7 @@ public:
         int64_t nbytes = 0;
         code = ps_store_get(store_, key.c_str(), timeout_s_, value.data(), int64_t(value.size()), &nbytes);
         if (code < 0) {
-            /* The key for the address of a rank is the number of the rank. */
+            /* The key for the address of a rank is the rank's number. */
             if (code == PS_ETIME && key.find_first_not_of("0123456789") == std::string::npos) {
                 ps_error_prefix("rank %s did not send the address at which it listens: ", key.c_str());
                 ps_error_set_rank(std::atoi(key.c_str()));
@@ -97,8 +98,8 @@ struct ps_comm_post {
 
 namespace {
 
-/* The connections of all ranks. The communicator of all ranks shares them with all communicators that were cut from
- * it. */
+/* The connections of all ranks. The communicator of all ranks shares its World with all communicators that were cut
+ * from it. */
 struct World {
     ~World()
     {
@@ -110,7 +111,7 @@ struct World {
     ps_link *link = nullptr;               /* the simulated link, or NULL */
     std::atomic<bool> hung_up{ false };
     std::mutex lock;                       /* guards `users`, their lanes and their posts */
-    /* Signals that the last thread has left the lanes of a communicator. */
+    /* left: signals that the last thread has left the lanes of a communicator */
     std::condition_variable left;
     std::vector<Gloo *> users;
 };
@@ -128,7 +129,7 @@ struct Gloo {
         std::lock_guard<std::mutex> guard(world->lock);
         world->users.erase(std::find(world->users.begin(), world->users.end(), this));
     }
-    /* Counts a thread that uses the lanes. Returns false if the connections are closed or are being closed. */
+    /* Records that one more thread uses the lanes. Returns false if the connections are closed or are being closed. */
     bool enter()
     {
         std::lock_guard<std::mutex> guard(world->lock);
@@ -140,9 +141,9 @@ struct Gloo {
         std::lock_guard<std::mutex> guard(world->lock);
         if (--threads == 0) world->left.notify_all();
     }
-    /* Waits until all threads have left the lanes of this communicator, and then ends everything that it has in
-     * progress. Its callers then own their memory again. The destructor of a buffer waits until Gloo's thread no
-     * longer uses the bytes of the buffer. */
+    /* Waits until all threads have left the lanes of this communicator, and then ends the exchanges in progress of this
+     * communicator. After that, the memory of the exchanges belongs to the callers again, because the destructor of a
+     * buffer waits until Gloo's thread no longer uses the bytes of the buffer. */
     void let_go()
     {
         std::unique_lock<std::mutex> guard(world->lock);
@@ -155,22 +156,24 @@ struct Gloo {
     }
     ps_comm comm;                          /* must be first, because the functions of the table get its address */
     std::shared_ptr<World> world;
-    /* id: the id of its slots. Two communicators that have two ranks in common have different ids. */
+    /* id: distinguishes the slots of communicators. Two communicators that have two ranks in common have different
+     * ids. */
     int32_t id = 0;
-    std::vector<int32_t> ranks;            /* the memory of comm.ranks */
-    /* lanes: [size] buffers of each lane while an exchange is in progress */
+    /* ranks: the memory to which comm.ranks points */
+    std::vector<int32_t> ranks;
+    /* lanes: [size] the buffers of each lane, while the lane has an exchange in progress */
     struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];
     int threads = 0;                       /* number of threads that use the lanes */
     std::vector<ps_comm_post *> posts;
 };
 
-/* The number of slots per communicator. Slots 1 to LANES are its lanes. */
+/* The number of slots per communicator. Slots 1 to PS_COMM_LANES belong to its lanes. */
 enum { SLOTS = 32 };
 static_assert(1 + PS_COMM_LANES + PS_COMM_SLOTS <= SLOTS, "a communicator's slots");
 
 Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
 
-/* Gloo waits for a connection for five times its time-out. */
+/* Gloo waits for a connection five times as long as its time-out says. */
 milliseconds connect_timeout(double timeout_s) { return milliseconds(1 + int64_t(timeout_s * 1e3 / 5)); }
 
 /* Returns a message of Gloo without its prefix, which is a position in Gloo's source. */
@@ -183,7 +186,7 @@ const char *plain(const char *text)
 /* Returns true if a message of Gloo reports a time-out: "Timed out ..." or "Connect timeout ...". */
 bool late(const char *text) { return std::strstr(text, "imed out") || std::strstr(text, "imeout"); }
 
-/* Raises the error of a failure with a peer. First asks the watch, because another rank may be to blame. */
+/* Raises an error about a failed call with a peer. First asks the watch, because another rank may be to blame. */
 int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
 {
     int rc = ps_watch_complain(g->comm.watch, g->comm.place, late(text) ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, peer,
@@ -198,8 +201,8 @@ int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
                         peer, plain(text));
 }
 
-/* Sends a message that has passed the simulated link. If the connection is closed, the thread that waits for the
- * message gets the error. */
+/* Sends a message that has passed the simulated link. If the connection is closed, this function raises no error. The
+ * thread that waits for the message then gets the error. */
 void send_now(void *message, int peer, uint64_t slot)
 {
     try {
@@ -221,7 +224,7 @@ void abort_wait(ps_comm_post *post)
     else post->buffer->abortWaitRecv();
 }
 
-/* Aborts the waits of all threads of this process. */
+/* Aborts the waits of all threads in this process that wait for Gloo. */
 void abort_waits(World *world)
 {
     std::lock_guard<std::mutex> guard(world->lock);
@@ -236,8 +239,9 @@ void abort_waits(World *world)
     }
 }
 
-/* Closes the connections of all communicators, and aborts the waits of their threads. Also ends everything that this
- * communicator has in progress. If another thread is already closing the connections, does not wait for it. */
+/* Closes the connections of all communicators, and aborts the waits of the threads that use them. Also ends the
+ * exchanges in progress of this communicator. If another thread is already closing the connections, does not wait for
+ * that thread. */
 void close_connections(Gloo *g)
 {
     World *world = g->world.get();
@@ -261,12 +265,13 @@ void hang_up(ps_comm *comm)
     ps_error_set_final();
 }
 
-/* This function runs on the thread of the watch. */
+/* Called by the thread of the watch. */
 void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }
 
-/* Runs `call`, and turns its failure into an error. While it runs, `call` updates `peer` and `what`. `peer` is the
- * world rank with which `call` communicates. `what` is the text for a failure with that rank. `call` returns false if
- * its wait was aborted by a verdict, or because another communicator has hung up. */
+/* Runs `call`, and turns its failure into an error. While `call` runs, it updates `peer` and `what`. `peer` is the
+ * world rank with which `call` communicates. `what` is the text of the error if the communication with `peer` fails.
+ * `call` returns false if its wait was aborted by a verdict, or because another communicator has closed the
+ * connections. */
 template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
 {
     int rc = 0;
@@ -306,7 +311,7 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
         if (ps_watch_over(comm->watch) || g->world->hung_up) return false;
         in.resize(size_t(comm->size));
         out.resize(size_t(comm->size));
-        /* The loop begins with a neighbor, so that each rank begins with a different peer. */
+        /* The loop begins with a neighbor of this rank, so that each rank begins with a different peer. */
         for (int i = 1; i < comm->size; i++) {
             const int r = (comm->rank - i + comm->size) % comm->size;
             peer = ps_comm_world(comm, r);
@@ -359,11 +364,11 @@ void close_comm(ps_comm *comm)
 {
     try {
         delete self(comm);
-    } catch (...) {                        /* a failure of the close is ignored */
+    } catch (...) {                        /* if closing fails, the failure is ignored */
     }
 }
 
-/* Runs one of Gloo's own collectives, for benchmarks. Nothing checks that the sizes of all ranks are equal. */
+/* Runs one of Gloo's own collectives, for benchmarks. The caller must ensure that all ranks pass the same size. */
 template <typename F> int raw(const F &call)
 {
     try {
@@ -480,13 +485,14 @@ int cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id
 const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake, post_drop,
                               nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                               nullptr, nullptr, raw_all_gather, raw_all_reduce };
-/* The table of communicators that were cut. It does not have Gloo's own collectives, because these need all ranks. */
+/* The table of communicators that were cut from the world. It does not contain Gloo's own collectives, because they
+ * need all ranks. */
 const ps_comm_table part_table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake,
                                    post_drop, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                                    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr };
 
-/* Makes the device, at the address that this machine has for other ranks. This is the address from which it reached
- * rank 0, or the address of the interface in GLOO_SOCKET_IFNAME. */
+/* Makes the device. It listens at the address from which this machine reached rank 0, or at the address of the
+ * interface in GLOO_SOCKET_IFNAME. Other ranks can reach this machine at this address. */
 std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
 {
     gloo::transport::tcp::attr attr;
@@ -496,8 +502,8 @@ std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
     return gloo::transport::tcp::CreateDevice(attr);
 }
 
-/* Makes the proof that rank `from` sends to rank `to` on a new connection. The proof is a hash with the key of the
- * group. */
+/* Computes the proof that rank `from` sends to rank `to` on a new connection. The proof is a hash that needs the key of
+ * the group. */
 void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_BYTES])
 {
     ps_run made;
@@ -508,7 +514,7 @@ void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_
 }
 
 /* Makes the key of the group from the key of the run and from random bits. Only ranks that the store has accepted can
- * read these bits. */
+ * read the random bits. */
 int group_key(ps_store *store, const ps_watch_options &options, double timeout_s, ps_run *out)
 {
     static const char *const key = "group";
@@ -523,8 +529,8 @@ int group_key(ps_store *store, const ps_watch_options &options, double timeout_s
     return 0;
 }
 
-/* Exchanges proofs with all ranks. This is necessary because a Gloo port accepts any first connection as the rank for
- * which it waits. After this function, no rank needs the store. */
+/* Exchanges proofs with all ranks. A proof is necessary because Gloo accepts any first connection to a port as the
+ * connection of the rank for which the port waits. After this function, no rank needs the store. */
 int greet(Gloo *g, const ps_run &group)
 {
     const int rank = g->comm.rank;
@@ -594,8 +600,8 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     }
 }
 
-/* Ignores SIGPIPE, so that a dead peer causes an error and does not end this process. Keeps a handler that has
- * already been set. */
+/* Ignores SIGPIPE, so that a dead peer causes an error instead of ending this process. If the process already has a
+ * handler for SIGPIPE, keeps that handler. */
 void ignore_sigpipe()
 {
     struct sigaction now;
@@ -620,5 +626,6 @@ extern "C" int ps_comm_gloo(const ps_meeting *m, ps_comm **out)
     if (rc < 0) ps_store_fault(store, why);
     ps_store_close(store, rc == 0);
     ps_store_stop(server, rc < 0);
-    return rc < 0 ? ps_fail(rc, "%s", why) : 0;             /* closing may have changed the error */
+    /* ps_store_close or ps_store_stop may have changed the error */
+    return rc < 0 ? ps_fail(rc, "%s", why) : 0;
 }

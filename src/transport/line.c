@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * This file implements the thread of a line (line.h). The thread connects the devices, begins messages in order, and
- * polls the messages in progress. It also checks the watch, because the library of a device does not name a rank that
- * has died. After a verdict, a failure or a time-out, the thread aborts the communicator, so that the device can
- * continue. Results that the device computes after that are invalid, and the next call of the owner fails. */
+ * polls the messages in progress. It also checks the watch, because the device's library does not report which rank has
+ * died. After a verdict, a failure or a time-out, the thread aborts the communicator, so that the device can continue.
+ * Results that the device computes after the abort are invalid, and the next call of the line's owner fails. */
 #include "transport/line.h"
 #include <string.h>
 #include <time.h>
@@ -25,12 +25,14 @@ struct ps_line {
     bool closing, stopped, failed, rests;
     ps_error_kept why;
     ps_line_message *first, *last;         /* messages that have not begun */
-    /* allowed, begun, over: numbers of messages that may begin, that have begun, and that are known to have ended */
+    /* allowed: number of messages that may begin
+     * begun: number of messages that have begun
+     * over: number of messages that are known to have ended */
     int64_t allowed, begun, over;
     char at[PS_LINE_NAME];                 /* name of the oldest message that has not ended */
 };
 
-/* Returns the error with which the thread must stop, or 0. */
+/* Returns the error because of which the thread must stop, or 0. */
 static int given_up(ps_line *l)
 {
     PS_TRY(ps_watch_verdict(l->o.host->watch));
@@ -47,7 +49,7 @@ static void nap(int64_t turn)
     nanosleep(&t, NULL);
 }
 
-/* Raises the error for a connection on which nothing arrives, although both ranks have begun long ago. */
+/* Raises an error if nothing has arrived, although both ranks have begun long ago. `what` names what takes too long. */
 static int late(const ps_line *l, const char *what)
 {
     return ps_fail(PS_EIO, "%s over %s took longer than %g s (init_distributed's timeout sets the seconds)", what,
@@ -66,7 +68,7 @@ static int until_ready(ps_line *l, const char *what)
     }
 }
 
-/* Connects the two devices. The sender is rank 0 of the wire, and the receiver is rank 1. */
+/* Connects the two devices. On the wire, the sender has rank 0, and the receiver has rank 1. */
 static int connect_wire(ps_line *l)
 {
     PS_TRY(l->table->open(l->o.be, l->id, l->out ? 0 : 1, 2, &l->wire));
@@ -85,8 +87,8 @@ static int begin(ps_line *l, ps_line_message *m)
     return l->table->event_end(l->wire, m->end);
 }
 
-/* If no message is in progress, copies the name of `next` to `at`. `next` is the message that begins next. The caller
- * must hold the lock. */
+/* Copies the name of `next` to l->at if no message is in progress. `next` is the message that begins next, or NULL. The
+ * caller must hold the lock. */
 static void come_to(ps_line *l, const ps_line_message *next)
 {
     if (next && l->over == l->begun) memcpy(l->at, next->name, sizeof l->at);
@@ -103,12 +105,12 @@ static int begin_first(ps_line *l)
     if (rc < 0) return rc;
     l->first = m->next;
     l->begun++;
-    m->begun = true;                       /* the owner may now reuse the message */
+    m->begun = true;                       /* from now on, the owner may reuse the message */
     pthread_cond_broadcast(l->o.news);
     return 0;
 }
 
-/* Checks whether the last message that has begun has ended. All earlier messages have then also ended. The lock is
+/* Checks whether the last begun message has ended. If it has ended, all earlier messages have ended, too. The lock is
  * held when the function begins and when it returns. */
 static int look(ps_line *l, double until, int64_t turn)
 {
@@ -156,7 +158,7 @@ static void fail(ps_line *l, int rc)
     pthread_mutex_unlock(l->o.lock);
     if (mine) l->o.blame(l->o.arg, l->peer, rc);
     pthread_mutex_lock(l->o.lock);
-    come_to(l, l->first);                  /* sets `at` if no message had begun */
+    come_to(l, l->first);                  /* sets l->at to the name of the first message if no message had begun */
     ps_error_keep(&l->why);
     l->failed = true;
     pthread_cond_broadcast(l->o.news);

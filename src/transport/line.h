@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This header declares a one-way line of messages between the devices of two ranks (line.c). It is used by p2p.c. The
- * bytes are sent by a communicator of these two ranks, which has its own stream, in the order of the ps_line_put
- * calls. A thread that runs kernels never waits for bytes, because events order the bytes and its work on the device.
+ * This header declares a line of messages from the device of one rank to the device of another rank (line.c). It is
+ * used by p2p.c. A communicator of these two ranks sends the messages in the order of the ps_line_put calls. The
+ * communicator has its own stream. A thread that runs kernels never waits for bytes, because events put the transfers
+ * and the kernels in order on the device.
  *
- * Lines cannot deadlock, for the following reason. A receive is queued on the device after the header of its message
- * has arrived. Therefore all work that the send depends on is already queued on the device of the sender. A send is
- * queued after the receiver has reported that its receive is queued (ps_line_allow). Therefore everything that is
- * queued on a device ends without another call of any script, and lines need no common order. */
+ * Lines cannot deadlock, for the following reason. A receive is queued on the receiver's device after the header of its
+ * message has arrived. At this time, all work that the send depends on is already queued on the sender's device. The
+ * send is queued after the receiver has reported that its receive is queued (ps_line_allow). Therefore everything that
+ * is queued on a device ends without another call of any script, and different lines need no common order. */
 #ifndef PS_TRANSPORT_LINE_H
 #define PS_TRANSPORT_LINE_H
 #include <pthread.h>
@@ -20,21 +21,25 @@ enum { PS_LINE_NAME = 40 };
 
 typedef struct ps_line_message {
     struct ps_line_message *next;
-    void *bytes;                           /* device memory, which must stay valid until `end` */
+    void *bytes;                           /* device memory, which must stay valid until the event `end` */
     int64_t nbytes;
-    /* ready: the event after which the bytes may be sent, or may be overwritten. The message owns both events. */
+    /* ready: the event after which the bytes may be sent (for a send) or overwritten (for a receive)
+     * end: the event after which the message has ended
+     * The message owns both events. */
     ps_wire_event *ready, *end;
-    bool begun;                            /* the message is in the queue of the device, and `end` is set */
+    /* begun: the message is in the queue of the device, and the event `end` is set */
+    bool begun;
     /* name: the name for errors, such as "F of micro-batch 3, stage 1" */
     char name[PS_LINE_NAME];
 } ps_line_message;
 
-/* The part of its owner that the line needs. The line does not hold the lock when it calls tell and blame. */
+/* The fields and functions of its owner that a line needs. The line does not hold the lock when it calls tell and
+ * blame. */
 typedef struct ps_line_owner {
-    /* host: communicator of the host, for its watch and its time-out */
+    /* host: communicator for host memory; the line uses its watch and its time-out */
     ps_comm *host;
     struct ps_backend *be;                 /* the device */
-    pthread_mutex_t *lock;                 /* guards the state of the owner, and the line */
+    pthread_mutex_t *lock;                 /* guards the state of the owner and of the line */
     /* news: signals that a message has begun, that all messages have ended, or that the line has failed */
     pthread_cond_t *news;
     /* failed: error of the owner. The line stops if its code is not 0. */
@@ -44,26 +49,27 @@ typedef struct ps_line_owner {
     int (*blame)(void *arg, int peer, int rc);               /* ends the run with the error of this thread */
 } ps_line_owner;
 
-/* Starts the thread of the line, which connects the devices. Both ranks must pass the same id, which new_id of the
- * table has made. The caller must hold the lock. Returns PS_ENOMEM if there is no memory. */
+/* Starts the thread of the line, which connects the devices. Both ranks must pass the same id, which was made by new_id
+ * of ps_wire_table. The caller must hold the lock. Returns PS_ENOMEM if there is no memory. */
 int ps_line_open(const ps_line_owner *owner, const char *id, int peer, int lane, bool out, ps_line **out_line);
 const char *ps_line_id(const ps_line *line);
-/* Makes the events of the message if it has none, and sets `ready`. Called by the thread that runs kernels. */
+/* Makes the events of the message if they do not exist yet, and records `ready` at the end of the work that is now
+ * queued on the device. Called by the thread that runs kernels. */
 int ps_line_message_prepare(struct ps_backend *be, ps_line_message *m);
 void ps_line_message_free(struct ps_backend *be, ps_line_message *m);
 
-/* The caller of the functions up to ps_line_rests must hold the lock. */
+/* The caller of the functions from ps_line_put to ps_line_rests must hold the lock. */
 void ps_line_put(ps_line *line, ps_line_message *m);
 void ps_line_allow(ps_line *line);         /* the receiver is ready for one more message */
-/* Called when nobody waits for the messages of the line any more. */
+/* Stops the line. Called when no thread waits for the messages of the line any more. */
 void ps_line_stop(ps_line *line);
-/* Returns true if all messages that have begun have ended. */
+/* Returns true if all messages that have begun are known to have ended. */
 bool ps_line_is_still(const ps_line *line);
 /* Returns the error of the line, or NULL. */
 const ps_error_kept *ps_line_failed(const ps_line *line);
 /* Returns the name of the oldest message in progress, or of the message that failed. */
 const char *ps_line_at(const ps_line *line);
-/* Returns true if nothing uses the messages any more after a failure. */
+/* Returns true if the line has failed and no longer uses its messages. */
 bool ps_line_rests(const ps_line *line);
 
 /* Closes the line. The caller must not hold the lock. Does nothing if `line` is NULL. */

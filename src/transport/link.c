@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements the simulated link (link.h). It has a queue of messages, sorted by the time at which each
- * message has passed the link. A thread sleeps until the next of these times. */
+ * This file implements the simulated link (link.h). The link has a queue of messages, sorted by the time at which each
+ * message will have passed the link. A thread sleeps until the first of these times, and then sends the message. */
 #include "transport/link.h"
 #include <math.h>
 #include <pthread.h>
@@ -23,7 +23,8 @@ struct ps_link {
     pthread_mutex_t lock;
     pthread_cond_t more;
     bool closing;
-    double free;                           /* time at which the last queued message will have passed */
+    /* free: time at which the last queued message will have passed the link */
+    double free;
     waiting *queue;                        /* [n] messages, sorted by `due` */
     int32_t n, capacity;
 };

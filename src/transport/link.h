@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This header declares a simulated link, for benchmarks and tests. PS_SIM_LINK is an environment variable that has
- * the rate of the link in bytes per second. If it is set, this process sends its messages one after the other. Each
- * message is sent after the time that its bytes need at this rate. The link uses no processor time. */
+ * This header declares a simulated link, for benchmarks and tests. The environment variable PS_SIM_LINK is the rate of
+ * the link in bytes per second. If it is set, the messages of this process pass the link one after the other. Each
+ * message is sent after the time that the link needs for its bytes at this rate. The link uses no processor time. */
 #ifndef PS_TRANSPORT_LINK_H
 #define PS_TRANSPORT_LINK_H
 #include <stdint.h>
@@ -11,12 +11,12 @@ extern "C" {
 #endif
 
 typedef struct ps_link ps_link;
-/* Sends a message that has passed the link. This function runs on the thread of the link, and must not wait for a
- * caller of the link. */
+/* The type of a function that sends a message after it has passed the link. The thread of the link calls this function.
+ * The function must not wait for a thread that calls the link. */
 typedef void (*ps_link_send)(void *message, int peer, uint64_t slot);
 
 /* Opens the link. Sets *out to NULL if PS_SIM_LINK is not set. Returns PS_EINVAL if PS_SIM_LINK is not a number of
- * bytes, or PS_ENOMEM if there is no memory. */
+ * bytes per second, or PS_ENOMEM if there is no memory. */
 int ps_link_open(ps_link_send send, ps_link **out);
 /* Queues a message. If there is no memory, returns PS_ENOMEM and the message is not queued. */
 int ps_link_put(ps_link *link, void *message, int peer, uint64_t slot, int64_t nbytes);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements communicators of a single process, which send no bytes. One kind is for a world of one rank.
- * The other kind is for a rank whose other ranks are simulated, in a dry run of a script. The file also has the error
- * of a build without Gloo. */
+ * This file implements communicators of a single process, which send no bytes. One kind of communicator is a world of
+ * one rank. The other kind is used in a dry run of a script, where all other ranks are simulated. In a build without
+ * Gloo, this file also defines ps_comm_gloo, which returns an error. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "transport/transport.h"
@@ -31,8 +31,8 @@ int ps_comm_self(ps_comm **out)
     return 0;
 }
 
-/* Receives from each simulated rank the same bytes that this rank sends to it. This is correct because all ranks make
- * the same calls. */
+/* Copies the bytes that this rank sends to each simulated rank into the memory for the bytes from that rank. This is
+ * correct because all ranks make the same calls. */
 static int pretend_begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
 {
     for (int r = 0; r < comm->size; r++)
@@ -57,7 +57,7 @@ static int pretend_cut(ps_comm *comm, int n, const int32_t *ranks, const char *a
 static const ps_comm_table pretend_table = { .name = "nobody", .begin = pretend_begin, .finish = self_finish,
                                             .hang_up = self_hang_up, .close = self_close, .cut = pretend_cut };
 
-/* Makes a simulated communicator. If it is a subgroup, its world ranks are stored after the struct. */
+/* Makes a communicator whose other ranks are simulated. The world ranks of a subgroup are stored after the struct. */
 static int pretend_new(int rank, int size, ps_comm **out)
 {
     size_t nbytes = sizeof(ps_comm) + (size_t)size * sizeof(int32_t);

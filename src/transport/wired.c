@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * This file implements a communicator for device memory. The wire of a backend (backend/wire.h) queues work on the
- * device. The device performs this work in order, within a call, and before kernels that are queued after the call
- * (catch_up). Therefore a call returns when its work is queued.
+ * This file implements a communicator for device memory. The wire of a backend (backend/wire.h) queues the work of a
+ * call on the device. The device performs the work of a call in order. It performs this work before kernels that are
+ * queued after catch_up. Therefore a call returns as soon as its work is queued.
  *
- * The thread of the communicator then monitors the calls in progress (hand_over). It checks the time-out and the
- * watch, because the library of the device does not name a rank that dies or stalls. A failure ends the whole group.
- * The communicator is aborted, so that the device can continue. Before that, the backend gets the error, and its next
- * read fails. Therefore nobody uses results that were computed after the abort.
+ * After hand_over, the thread of the communicator watches the calls in progress. It checks the time-out and the watch,
+ * because the device's library does not report which rank has died or stalls. A failure ends the whole group. The
+ * communicator is aborted, so that the device can continue. Before the abort, the backend gets the error, so that its
+ * next read fails. Therefore no results are used that were computed after the abort.
  *
- * The job thread and the thread of the communicator find failures. The script's thread reports them (told). Reads of
- * the device's memory fail until a call has raised the failure. */
+ * The job thread and the thread of the communicator find failures. The script's thread reports the failures (told).
+ * Reads of the device's memory fail until a call has raised the failure. */
 #include "transport/transport.h"
 #include <limits.h>
 #include <pthread.h>
@@ -24,13 +24,13 @@
 #include "base/thread.h"
 #include "rendezvous/watch.h"
 
-/* The number of polls without a pause. Small exchanges end within these polls. */
+/* The number of polls without a pause. Small exchanges usually end during these polls. */
 enum { TURNS_AT_ONCE = 200 };
-/* The maximum number of points in progress. Further calls share the last point. */
+/* The maximum number of points in progress. If there are more calls, the further calls share the last point. */
 enum { CALLS = 64 };
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
-/* A call in progress. If `n` calls share one end, this is the first of them. */
+/* A call in progress. If `n` calls share the event `end`, this struct describes the first of these calls. */
 typedef struct underway {
     ps_wire_event *end;
     uint64_t call;
@@ -48,22 +48,23 @@ typedef struct wired {
     pthread_cond_t more;
     pthread_t thread;
     bool looks, closing;                   /* looks: the thread is running */
-    /* calls: a ring buffer of points, followed by one point for immediate use */
+    /* calls: a ring buffer of CALLS points, followed by one point for calls of catch_up with point -1 */
     underway calls[CALLS + 1];
     int first, n;
     bool hung_up;
-    struct wired *next;                    /* next in the list `all` */
+    struct wired *next;                    /* next communicator in the list `all` */
 } wired;
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
 static wired *all;                         /* list of the communicators of this process */
-/* This lock guards the errors of lost bytes, and the decision which thread reports a failure. */
+/* telling: guards the errors of lost bytes, and the decision which thread reports a failure. */
 static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
-/* Performs a call of the wire with the lock held, and returns its result. If everything in progress has been
- * abandoned, returns GONE without making the call. No call takes long, except for the end of the wire. */
+/* Makes a call of the wire while it holds the lock, and returns the result of the call. If everything in progress has
+ * been abandoned (hung_up), returns GONE without making the call. All calls return quickly, except the call that ends
+ * the wire. */
 enum { GONE = INT_MIN };
 #define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
 static int unlocked(wired *w, int rc)
@@ -85,8 +86,9 @@ static void rest(int64_t turn)
 }
 
 /* -- calls in progress --------------------------------------------------------------------------------------------- */
-/* Drops calls that have ended. Returns the oldest call in progress, or NULL. If `sure` is set, queries the library of
- * the device several times, because the library reports an end late. The caller must hold the lock. */
+/* Removes calls that have ended from the list. Returns the oldest call in progress, or NULL. If `sure` is set, queries
+ * the device's library several times, because the library may report late that a call has ended. The caller must hold
+ * the lock. */
 static underway *oldest(wired *w, bool sure)
 {
     while (w->n > 0) {
@@ -111,8 +113,9 @@ static int sound(wired *w)
 }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
-/* Ends everything in progress with the error rc of this thread. Only the first failure of a group is reported as a
- * loss of bytes. This is sufficient because it ends all groups that use the connections of these ranks. */
+/* Ends everything in progress, with the error rc of this thread. Only the first failure of a group is reported as a
+ * loss of bytes. One report is sufficient, because the failure ends all groups that use the connections of these
+ * ranks. */
 static void give_up(wired *w, int rc)
 {
     char why[1000];
@@ -128,8 +131,8 @@ static void give_up(wired *w, int rc)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Finds the call that has failed, which is the oldest call in progress. Returns false if no call is in progress. The
- * failed call is then the call that this rank is in. */
+/* Finds the call that has failed. This is the oldest call in progress. If no call is in progress, returns false. In
+ * this case, the failed call is the call that this rank is in. */
 static bool failed_call(wired *w, underway *out)
 {
     pthread_mutex_lock(&w->lock);
@@ -139,10 +142,10 @@ static bool failed_call(wired *w, underway *out)
     return first != NULL;
 }
 
-/* Handles a failure of the wire. The error is the error of this thread. First the watch finds the rank that caused
- * the failure. Then this rank ends everything in progress. Other ranks are notified only of faults of this rank. They
- * are notified through the watch, because the other thread of the group may be in a call on the connections of the
- * host. */
+/* Handles a failure of the wire. rc and its text are the error of this thread. First the watch finds the rank that
+ * caused the failure. Then this rank ends everything in progress. If the watch blames no rank, this rank notifies the
+ * other ranks that it gives up. It notifies them through the watch, because the other thread of the group may be in a
+ * call that uses the connections of the host. */
 static int failed(wired *w, int rc)
 {
     ps_watch *watch = w->host->watch;
@@ -168,7 +171,7 @@ static int failed(wired *w, int rc)
     return ps_error_again(&error);
 }
 
-/* Ends everything in progress on this rank, because there is a verdict. */
+/* Ends everything in progress on this rank because there is a verdict, and raises the verdict. */
 static int given_up(wired *w)
 {
     int rc = ps_watch_verdict(w->host->watch);
@@ -182,8 +185,8 @@ static int late(const wired *w, const char *what)
                    ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
 }
 
-/* Returns true if the script should get the error of this thread. It should not get it if it already has an error for
- * the same failure. */
+/* Returns true if the error of this thread should be raised in the script. Returns false if an error about the same
+ * failure has already been raised in the script. */
 static bool told(wired *w)
 {
     ps_error_kept error;
@@ -195,8 +198,8 @@ static bool told(wired *w)
     return first || lost;
 }
 
-/* Returns the error of an abandoned communicator. Until the failure has been reported to the script, this is the loss
- * of bytes. */
+/* Returns the error of an abandoned communicator. Until the failure has been reported to the script, this error is the
+ * loss of bytes. After that, it says that the group has failed before. */
 static int gone(wired *w)
 {
     int rc = w->table->lost(w->be, false);
@@ -205,11 +208,12 @@ static int gone(wired *w)
 
 static bool works(wired *w) { return ON_WIRE(w, 0) == 0; }
 
-/* Turns the result of ON_WIRE into the result of the group. If the wire has failed, makes the group fail. */
+/* Turns the result of ON_WIRE into the result of a call of the group. If the wire has failed, makes the group fail. */
 static int result(wired *w, int rc) { return rc == GONE ? gone(w) : rc < 0 ? failed(w, rc) : rc; }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
-/* Handles a failure that the thread has found. The lock is held when the function begins and when it returns. */
+/* Handles a failure that the thread of the communicator has found. The lock is held when the function begins and when
+ * it returns. */
 static void say_why(wired *w, int rc)
 {
     pthread_mutex_unlock(&w->lock);
@@ -218,7 +222,8 @@ static void say_why(wired *w, int rc)
     pthread_mutex_lock(&w->lock);
 }
 
-/* The thread of the communicator. It watches the calls until they have ended, beginning with the oldest call. */
+/* The thread of the communicator. It watches the oldest call in progress until this call has ended, then the next call,
+ * and so on. */
 static void *look(void *arg)
 {
     wired *w = arg;
@@ -277,8 +282,8 @@ static int wait_until(wired *w, int lane, const char *what)
     }
 }
 
-/* Waits for the calls that were handed over. This wait always ends, because the thread makes calls fail that take too
- * long. */
+/* Waits for the calls that were handed over. This wait always ends, because the thread of the communicator lets calls
+ * fail that take too long. */
 static int wait_for_calls(wired *w)
 {
     for (int64_t turn = 0;; turn++) {
@@ -317,8 +322,8 @@ static int follow(ps_comm *comm, int lane)
     return result(w, ON_WIRE(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
 }
 
-/* Waits for all exchanges, sums and copies. Exchanges are first, because a sum after a failed exchange would never
- * end. */
+/* Waits for the end of all exchanges, sums and copies. Waits for the exchanges first, because a sum after a failed
+ * exchange would never end. */
 static int wait_for_all(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
@@ -335,8 +340,8 @@ static int settle(ps_comm *comm)
     return rc;
 }
 
-/* Records a call, and returns its point. If CALLS points are in progress, the call shares the last of them. In a
- * world of one rank, the call is not watched. The caller must hold the lock. */
+/* Records a call, and returns the point of the call. If CALLS points are in progress, the call shares the last point.
+ * In a world of one rank, the call is not watched. The caller must hold the lock. */
 static int note(wired *w, const char *op, uint64_t call)
 {
     bool shares = w->n == CALLS;
@@ -369,7 +374,8 @@ static int catch_up(ps_comm *comm, int point)
     return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
 }
 
-/* Called when the ranks have disagreed on a call. This does not end the communicator. */
+/* Called when the script gets the error of this thread. If the ranks have only disagreed on a call, the communicator
+ * has not ended, and this function does nothing. */
 static void is_told(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -396,7 +402,7 @@ static int memory(ps_comm *comm, int64_t nbytes, void **out)
 
 static void memory_free(ps_comm *comm, void *p) { self(comm)->table->memory_free(self(comm)->wire, p); }
 
-/* Closes the connections. The script gets the error of this thread. */
+/* Closes the connections, and ends everything in progress with the error of this thread. */
 static void hang_up(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -408,7 +414,8 @@ static void hang_up(ps_comm *comm)
     ps_error_again(&error);
 }
 
-/* Ends the calls in progress. Otherwise a device that waits for absent ranks would block the host. */
+/* Waits until the calls in progress have ended, but at most CALM_S seconds, and then aborts them. A device that waits
+ * for absent ranks would block the host. */
 static void end_calls(wired *w)
 {
     double until = ps_now() + CALM_S;
