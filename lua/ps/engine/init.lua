@@ -3,16 +3,12 @@
 -- device, the host and the disk.
 --
 --   local model, optimizer = ps.initialize{ model_func = function() return gpt2.new("gpt2") end, config = config }
---   for x, y in loader:epoch() do
---     optimizer:zero_grad()
---     local loss = model(x, y)
---     model:backward(loss)
---     optimizer:step()
+--   for x, y in loader:epoch() do optimizer:zero_grad() local loss = model(x, y) model:backward(loss) optimizer:step()
 --   end
 --
--- The model has the methods and fields of the module that it holds, such as model:parameters(), model:generate(...)
+-- The model has all methods and fields of the module that it contains, such as model:parameters(), model:generate(...)
 -- and model.config. A call of the model begins a step if gradients are enabled. Before the first step with new input
--- shapes, a dry run records which chunks each op uses. The engine plans the step from that record
+-- shapes, a dry run records which chunks each op uses. The engine uses this record to plan the step
 -- (engine/plan/forecast.lua, src/chunk/).
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
@@ -48,14 +44,15 @@ local C = native.C
 ---@field module ps.nn.Module
 ---@field optimizer ps.EngineOptimizer
 ---@field cfg ps.Config
----@field accumulate integer number of micro-batches per step
+---@field accumulate integer number of micro-batches per step (gradient_accumulation_steps)
 ---@field built ps.engine.Built
 ---@field steps integer number of optimizer:step() calls that ended a step, including skipped updates
----@field micro integer number of the step's micro-batches whose backward has run (engine/step/state.lua)
+---@field micro integer how many micro-batches of the step have run their backward (engine/step/state.lua)
 ---@field torn false|{model: boolean, optimizer: boolean, text: string} set when an update failed in the middle. `model`
---- and `optimizer` say whether they hold values of two steps. `text` is the error that is raised if they are used
+---  and `optimizer` are true if the model or the optimizer holds values of two steps. `text` is the error that is
+---  raised if the model or the optimizer is used
 ---@field plain boolean true if parameters are in plain memory (engine/state/plain.lua) instead of chunks
----@field driver ps.engine.Driver performs the actions of the engine's steps (engine/step/table.lua)
+---@field driver ps.engine.Driver the object that performs the actions of a step (engine/step/table.lua)
 ---@field plan ps.engine.PlanState the plans (engine/plan/)
 ---@field begin_step fun(self: ps.Engine, args: any[]) called before the first forward of a step
 local Engine = {}
@@ -68,20 +65,21 @@ function Engine:note(text)
   if not self.quiet then io.stderr:write("psluajit: ", text, "\n") end
 end
 
---- Returns true if the backward of at least one micro-batch of the step has run, but not the backward of the last one.
+--- Returns true while a step accumulates gradients: at least one backward of the step has run, but not the backward of
+--- the last micro-batch.
 ---@return boolean
 function Engine:accumulating()
   self = handle.own(self, "accumulating")
   return self.micro > 0 and self.micro < step.count(self)
 end
---- Returns true once the backward of the step's last micro-batch has run.
+--- Returns true after the backward of the step's last micro-batch has run.
 ---@return boolean
 function Engine:at_boundary()
   self = handle.own(self, "at_boundary")
   return self.micro == step.count(self)
 end
 
---- Raises an error at the script's line if the engine was closed. Another engine may now own its chunks.
+--- Raises an error at the script's line if this engine was closed. Its chunks may now belong to another engine.
 function Engine:check_open()
   if self.closed then caller.error "this engine was closed; ps.initialize makes another" end
 end
@@ -95,24 +93,24 @@ function Engine:abandon() step.give_up(self) end
 Engine.backward = step.backward
 Engine.micro_batches = micro.batches
 
---- Sets the number of finished steps. Called after a state was loaded.
+--- Sets the number of finished steps. Called after a state has been loaded.
 ---@param steps integer
 function Engine:set_steps(steps) self.steps = steps end
 
---- Replaces the masters and drops the plans. Called after the model got a new layout.
+--- Replaces the masters and drops the plans. Called after the model has got a new layout.
 ---@param new_masters ps.engine.Masters
 function Engine:laid_out(new_masters)
   self.masters, self.traces, self.unplanned = new_masters, {}, {}
   self.plan.adam_split, self.plan.tables_on_host = false, false
 end
 
---- Creates the masters, gradients and optimizer state of the parameters that were thawed since the last step. Without
---- this call, the next step would create them. All ranks must call this function, between steps.
+--- Creates the masters, gradients and optimizer states of the parameters that were thawed since the last step. If this
+--- function is not called, the next step creates them. All ranks must call this function, between steps.
 function Engine:train_thawed()
   if self.plain then plain.train_thawed(self) else begin.train_thawed(self) end
 end
 
---- Ends the step. The optimizer calls this.
+--- Ends the step. Called by the optimizer.
 function Engine:finish_step(info)
   self.steps = self.steps + 1
   if self.report then self.report:step_done(info) end
@@ -144,8 +142,8 @@ function Engine:eval()
 end
 local STATE = { tied = "boolean" }
 
--- Returns the model's state as a table from name to tensor. The table contains the buffers, the frozen values, and the
--- result of value(row) for each row of built.list.
+-- Returns the model's state as a table from name to tensor. The table contains the buffers and the frozen parameters.
+-- For each row of built.list, it contains the result of value(row).
 local function by_name(self, value)
   self:check_whole()
   if not step.is_open(self) then self.masters:sync() end
@@ -155,16 +153,17 @@ local function by_name(self, value)
   return state
 end
 
--- Returns the state like state_dict { tied = false }, but a value that has no tensor is replaced by a description
--- (masters.values_later). Writers use this function because they need only one tensor at a time.
+-- Returns the same state as state_dict { tied = false }, except that a value without a tensor is replaced by a
+-- description (masters.values_later). Writers use this function because they need only one tensor at a time.
 function Engine:values_later() return by_name(self, masters.values_later) end
 Engine.to = trained.to
--- methods that would convert the model's parameters; an engine rejects them
+-- names of methods that would convert the model's parameters; an engine rejects them
 local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" }
 
---- Returns the model's state by name: the fp32 values on the host and the buffers. The fp32 values of half parameters
---- are their masters. If ranks share the state (zero_optimization.stage 1 to 3), each rank gets only the tensors that
---- it owns, and rank 0 also gets the buffers. The tensors belong to the engine: read or save them before the next step.
+--- Returns the model's state by name. The state consists of the fp32 values of the parameters, on the host, and of the
+--- buffers. The fp32 value of a bf16 or fp16 parameter is its master. If ranks share the state (zero_optimization.stage
+--- 1 to 3), each rank gets only the tensors that it owns, and rank 0 also gets the buffers. The tensors belong to the
+--- engine. The script must read or save them before the next step.
 ---@param options? {tied?: boolean} tied: if false, a tied weight is listed only under its first name (default: under
 --- all names)
 ---@return table<string, ps.Tensor>
@@ -175,15 +174,15 @@ function Engine:state_dict(options)
   return options.tied == false and state or tied.add(self.module, state)
 end
 
---- Calls fn while the parameters hold their values for evaluation. These values differ from the training values only
---- with AdamWScheduleFree.
----@param call string name of the call in messages
+--- Calls fn while the parameters have their values for evaluation. Only with AdamWScheduleFree do these values differ
+--- from the training values.
+---@param call string name of the calling function, for messages
 ---@param fn fun(...: any): ...
 ---@param ... any arguments of fn
 ---@return any ...
 function Engine:averaged(call, fn, ...) return averaged.run(self, call, fn, ...) end
 
---- Calls the module's save_pretrained with the fp32 values. All ranks must call it, but only rank 0 writes.
+--- Calls save_pretrained of the module with the fp32 values. All ranks must call this function, but only rank 0 writes.
 ---@param folder string|{save_directory: string} the folder, or a table with the folder and the options
 ---@param options? {max_shard_size?: integer|string} the options of the module's save_pretrained
 ---@return any ... the results of save_pretrained
@@ -196,7 +195,7 @@ function Engine:save_pretrained(folder, options)
   return self:averaged("save_pretrained", save, self.module, folder, self.handle, options)
 end
 
---- Calls the module's save_gguf with the fp32 values. All ranks must call it, but only rank 0 writes.
+--- Calls save_gguf of the module with the fp32 values. All ranks must call this function, but only rank 0 writes.
 ---@param path string
 ---@param options? {type?: string, name?: string, pre?: string} the options of the module's save_gguf
 function Engine:save_gguf(path, options)
@@ -206,8 +205,8 @@ function Engine:save_gguf(path, options)
   self:averaged("save_gguf", write, self.module, path, self.handle, options)
 end
 
---- Calls the module's save_parallelized with the fp32 values. All ranks must call it. It may be called between backward
---- and step.
+--- Calls save_parallelized of the module with the fp32 values. All ranks must call this function. It may be called
+--- between backward and step.
 ---@param folder string|{save_directory: string} the folder, or a table with the folder and the options
 ---@param options? {merge_checkpoints?: boolean}
 ---@return any ... the results of save_parallelized
@@ -218,8 +217,8 @@ function Engine:save_parallelized(folder, options)
   return self:averaged("save_parallelized", write, self.module, folder, self.handle, options)
 end
 
---- Calls the module's generate. If ranks share the model by pipeline or tensor parallelism, all these ranks must call
---- it.
+--- Calls generate of the module. If ranks share the model by pipeline or tensor parallelism, all these ranks must call
+--- this function.
 ---@param ... any the arguments of the module's generate
 ---@return integer[]|integer[][] ids
 function Engine:generate(...)
@@ -231,11 +230,12 @@ function Engine:generate(...)
   return self:averaged("generate", self.module.generate, self.module, ...)
 end
 
---- Loads values into the model by name. Half parameters are loaded into their masters, too. Abandons the current step.
---- If ranks share the state, each rank loads the tensors that it owns. A state without the tensors of other ranks
---- counts as this rank's own state (state_dict). Such a state need not contain the other ranks' tensors, and rank 0
---- sends the buffers that the state lacks. Only one tensor at a time is in memory, whatever the budgets. All ranks must
---- call this function. An error on one rank is raised on all ranks.
+--- Loads values into the model by name. The values of bf16 and fp16 parameters are also loaded into their masters.
+--- Abandons the current step. All ranks must call this function. An error on one rank is raised on all ranks.
+---
+--- If ranks share the state, each rank loads only the tensors that it owns. `state` may be the result of state_dict on
+--- this rank, which lacks the tensors of other ranks. Rank 0 then sends the buffers that other ranks' states lack. Only
+--- one tensor at a time is in memory, whatever the budgets are.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
@@ -245,7 +245,7 @@ function Engine:load_state_dict(state, options)
   return own_state.load(self, state, options)
 end
 
---- Abandons the current step, if any. Afterwards the engine is between steps and has no gradients.
+--- Abandons the current step if there is one. After this call, the engine is between two steps and has no gradients.
 function Engine:end_step()
   if step.acts(self) then
     caller.error "a state cannot be loaded inside the model's forward, or inside its backward: load it between steps"
@@ -253,7 +253,7 @@ function Engine:end_step()
   if step.is_open(self) then step.give_up(self) end
 end
 
---- Closes the engine. Frees its chunks, the parameters in them, its budgets and its disk file.
+--- Closes the engine. Frees its chunks, the parameters in these chunks, the budgets and the disk file.
 function Engine:close()
   self = handle.own(self, "close")
   if self.closed then return end
@@ -272,7 +272,7 @@ function Engine:close()
   scope.collect_all()
 end
 
--- names of the methods that scripts may call; only psluajit's own files call the other methods
+-- names of the methods that scripts may call; all other methods are called only by psluajit's own files
 Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "load_state_dict", "save_pretrained",
   "save_gguf", "save_parallelized", "generate", "accumulating", "at_boundary", "close", "to" }
 
@@ -282,7 +282,7 @@ for _, name in ipairs(Engine.PUBLIC) do
 end
 for _, name in ipairs(CONVERTERS) do Engine.methods[name] = trained.to end     -- always raises an error
 
---- Calls the model. If gradients are enabled, the call is the forward of a micro-batch and can begin a step.
+--- Calls the model. If gradients are enabled, this call is the forward of a micro-batch and may begin a step.
 ---@param ... any
 ---@return any ...
 function Engine:call(...)
@@ -311,14 +311,15 @@ local function making(self, fn)
   error(problem, 0)
 end
 
--- Copies the fields that a setup file returned into an engine.
+-- Copies the fields of the table that a setup file has returned into an engine.
 local function assemble(self, fields)
   for name, value in pairs(fields) do self[name] = value end
 end
 
---- Opens an engine without a model: reads the configuration and opens the chunks. Parameters can then move into chunks
---- as they are created. engine:take sets the model.
----@param request table the result of setup.request, or a table with its fields: config, quiet, loss, param_groups, ...
+--- Opens an engine that has no model yet: reads the configuration and opens the chunks. After that, new parameters can
+--- move into chunks as soon as they are created. Engine:take sets the model.
+---@param request table the result of setup.request, or a table with the same fields (config, quiet, loss, param_groups,
+---  ...)
 ---@return ps.Engine
 local function open(request)
   local self = setmetatable({ said = {}, traces = {}, unplanned = {}, steps = 0, closed = false, updates = {},
@@ -341,8 +342,8 @@ local function open(request)
   return self
 end
 
--- Raises an error if no parameter of the model trains. A configuration without an optimizer is exempt, because it is
--- for evaluation only.
+-- Raises an error if no parameter of the model trains. A configuration without an optimizer is only for evaluation, and
+-- raises no error.
 local function check_trains(self)
   if #self.built.list > 0 or #(self.built.elsewhere or {}) > 0 or not self.cfg.optimizer_given then return end
   caller.error("ps.initialize: every parameter of the model is frozen, so the optimizer has nothing to train; thaw "
@@ -363,8 +364,8 @@ local function take_plain(self, request)
   self.report = report.new(self)
 end
 
---- Creates the model of a request, moves its parameters into chunks and creates the optimizer. Closes the engine if
---- this fails.
+--- Creates the model that the request describes, moves its parameters into chunks, and creates the optimizer. If one of
+--- these steps fails, closes the engine.
 ---@param request table
 function Engine:take(request)
   self.param_groups = request.param_groups
@@ -387,12 +388,12 @@ function Engine:take(request)
   if request.optimizer then adopt.become(request.optimizer, self.optimizer) end
 end
 
---- Creates an engine.
----@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function that returns a module; or a module; or a table
----  that has these arguments as fields. The table can also have these fields: param_groups; optimizer, an unused
----  optimizer of ps.optim over `model`, which becomes the engine's optimizer; loss, a function of the model's output
----  and the batch; example, a batch in the form that the model accepts. A pipeline uses `example` to count the cost of
----  the model's parts before it cuts the model
+--- Creates an engine for a model, and its optimizer.
+---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function that returns a module, a module, or a table whose
+---  fields are the arguments of this function. The table may have four more fields. `param_groups` are the groups of
+---  parameters. `optimizer` is an unused optimizer of ps.optim for the parameters of `model`, and becomes the engine's
+---  optimizer. `loss` is a function of the model's output and the batch. `example` is a batch in the form that the
+---  model accepts; a pipeline uses it to count the cost of the model's parts before it cuts the model
 ---@param local_rank? integer|table|string the local rank, or the configuration if it is the second argument
 ---@param cfg? table|string the configuration: a table, or the path of a .lua or .json file (docs/config.md)
 ---@param client? table memory settings, for a module that already exists

@@ -1,15 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Loops over a step's micro-batches, which are slices of a batch or are read from a loader.
 --
---   for x, y in loader:epoch() do
---     optimizer:zero_grad()
---     for out in model:micro_batches(x, y) do model:backward(out.loss) end
---     optimizer:step()
+--   for x, y in loader:epoch() do optimizer:zero_grad() for out in model:micro_batches(x, y) do
+--   model:backward(out.loss) end optimizer:step()
 --   end
 --
--- The step's gradient is the gradient of the batch's mean loss, because each micro-batch is weighted by its targets.
--- Random numbers do not depend on the slices, because dropout counts samples by their position in the whole batch.
--- engine/step/loops.lua performs the iterations.
+-- The gradient of a step is the gradient of the mean loss of the whole batch, because each micro-batch is weighted by
+-- its number of targets. Random numbers do not depend on how the batch is sliced, because dropout counts samples by
+-- their position in the whole batch. engine/step/loops.lua performs the iterations.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
@@ -28,7 +26,7 @@ local function is_options(value)
 end
 
 -- Parses the arguments of micro_batches. Returns the options, the loader or nil, and the batch or nil. The batch is a
--- list with its length in the field `n`.
+-- list whose field `n` is its length.
 local function request(...)
   local given = { n = select("#", ...), ... }
   local first = given[1]
@@ -54,8 +52,9 @@ local function drawn(loader, number, count)
   return given
 end
 
--- Returns the number of micro-batches for a batch of `rows` rows. All ranks get the same number. If the configuration
--- sets no number, a micro-batch has train_micro_batch_size_per_gpu rows, or one row if this setting is absent, too.
+-- Returns the number of micro-batches into which a batch of `rows` rows is divided. All ranks get the same number. If
+-- the configuration does not set the number (gradient_accumulation_steps), a micro-batch has
+-- train_micro_batch_size_per_gpu rows. If this setting is also absent, a micro-batch has one row.
 local function count_of(engine, rows, trains)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
@@ -81,8 +80,9 @@ end
 
 ---@class ps.engine.MicroBatches: ps.engine.Loop
 ---@field engine ps.Engine
----@field trains boolean true for the forwards of a step, false for forwards without gradients
----@field take fun(number: integer): any[] returns a micro-batch and sets the state of its random numbers
+---@field trains boolean true if the loop runs a step, false if it runs only forwards without gradients
+---@field take fun(number: integer): any[] returns the micro-batch with this number, from 1, and sets the random state
+---  for it
 ---@field ended boolean
 ---@field sample integer index of the batch's first sample when the loop began
 local Loop = {}
@@ -107,7 +107,7 @@ function Loop:next()
   return out
 end
 
---- Returns the micro-batch of the next iteration.
+--- Returns the batch of the next iteration.
 ---@return any[] given
 function Loop:draw()
   self.given = nil
@@ -116,13 +116,13 @@ function Loop:draw()
   return self.given
 end
 
---- Restores the sample index. Called once, when the loop has ended.
+--- Restores the sample index that was current before the loop. Called once, when the loop has ended.
 function Loop:left()
   if self.sample then random.state().sample = self.sample end
 end
 
--- Creates a loop over slices of a batch. If the rows do not divide evenly, each of the first micro-batches has one row
--- more than the others.
+-- Creates a loop over slices of a batch. If the rows cannot be divided evenly, each of the first micro-batches has one
+-- row more than each of the last micro-batches.
 local function split_rows(self, given)
   local engine, rng = self.engine, random.state()
   local rows = batch.rows(engine.module, given)
@@ -139,17 +139,21 @@ local function split_rows(self, given)
   return self
 end
 
---- Returns a loop over a step's micro-batches: `for out in model:micro_batches(x, y) do`. The batch can be given in
---- three ways: as x and y, where y[i] is the target of x[i]; as one table with names ({ input_ids =, labels =, ... });
---- or as a loader, from which the loop reads one batch per micro-batch. A step has gradient_accumulation_steps
---- micro-batches, or fewer if the batch has fewer rows. Without that setting, a micro-batch has
---- train_micro_batch_size_per_gpu rows, or one row.
+--- Returns a loop over the micro-batches of a step: `for out in model:micro_batches(x, y) do`. The batch can be given
+--- in three ways:
+---   x, y       y[i] is the target of x[i]
+---   a table    the tensors of the batch by name ({ input_ids =, labels =, ... })
+---   a loader   the loop reads one batch from the loader for each micro-batch
+--- A step has gradient_accumulation_steps micro-batches, or fewer if the batch has fewer rows. If
+--- gradient_accumulation_steps is not set, a micro-batch has train_micro_batch_size_per_gpu rows. If that setting is
+--- also absent, a micro-batch has one row.
 ---
---- Call model:backward(out.loss), or out.loss:backward(), in each iteration, and optimizer:step() after the loop.
---- out.loss is the mean loss of the micro-batch. The step's gradient is the gradient of the mean over all targets of
---- the step. In ps.no_grad the loop runs only forwards. All ranks must call this function.
----@param ... any x, y, or a batch by names, or a loader; then optionally {gather?: boolean}. If `gather` is true, all
---- ranks get the tensors other than the loss, such as out.logits; otherwise only the ranks that computed them get them
+--- In each iteration, call model:backward(out.loss) or out.loss:backward(). After the loop, call optimizer:step().
+--- out.loss is the mean loss of the micro-batch. The gradient of the step is the gradient of the mean loss over all
+--- targets of the step. In ps.no_grad, the loop runs only forwards. All ranks must call this function.
+---@param ... any the batch (x and y, a table or a loader), optionally followed by {gather?: boolean}. If `gather` is
+---  true, all ranks get all tensors of `out`, such as out.logits. Otherwise the ranks that have not computed a tensor
+---  get only out.loss
 ---@return fun(): table? turns
 function micro.batches(engine, ...)
   engine = handle.own(engine, "micro_batches")
@@ -167,7 +171,8 @@ function micro.batches(engine, ...)
   return self
 end
 
---- Calls a model that is cut into stages. If the argument is a batch by names, returns a loop over its micro-batches.
+--- Calls a model that is cut into stages. If the argument is a batch as a table of names, returns a loop over its
+--- micro-batches.
 ---@param engine ps.Engine
 ---@return fun(): table? turns
 function micro.call(engine, ...)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loads a model's state in an engine of several ranks. A state has either all tensors, or only the tensors that this
--- rank owns, like the result of model:state_dict(). Only the first rank's state has the buffers that all ranks share,
--- so the first rank sends them to the other ranks.
+-- Loads the state of a model on several ranks. The state of a rank contains either all tensors, or only the tensors
+-- that the rank owns, as does the result of model:state_dict(). The buffers that all ranks share can be missing in all
+-- states except the first rank's state. Therefore the first rank sends these buffers to the other ranks.
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
 local agree = require "ps.dist.agree"
@@ -10,9 +10,9 @@ local step = require "ps.engine.step"
 
 local own_state = {}
 
--- Returns the groups of ranks in which only the first rank's state has buffers. These groups are the ranks that share
--- the state, and the stages of a pipeline. A group with the field `everywhere` exchanges only buffers that all stages
--- have.
+-- Returns the groups of ranks in which only the first rank's state contains buffers. There is a group for the ranks
+-- that share the state, and a group for the stages of a pipeline. If a group has the field `everywhere`, its ranks
+-- exchange only buffers that all stages have.
 local function groups(engine)
   local list = {}
   if engine.ranks and engine.zero_stage > 0 then list[1] = { group = engine.ranks.dp } end
@@ -31,7 +31,7 @@ local function buffers(engine, everywhere)
   return list
 end
 
--- Returns the names of the buffers that the first rank of a group sends to this one.
+-- Returns the names of the buffers that this rank gets from the first ranks of its groups.
 local function sent(engine)
   local names = {}
   for _, at in ipairs(groups(engine)) do
@@ -42,7 +42,7 @@ local function sent(engine)
   return names
 end
 
--- In each group, sends the buffers that are missing in some rank's state.
+-- In each group, the first rank sends the buffers to all ranks if any rank's state lacks a buffer.
 local function share(engine, has)
   for _, at in ipairs(groups(engine)) do
     local list = at.group and buffers(engine, at.everywhere) or {}
@@ -64,7 +64,7 @@ local function merged(options, elsewhere)
   return more
 end
 
--- Returns a function that tells whether a state contains a name. The state is a table or an open file.
+-- Returns a function that returns true if a state contains a given name. The state is a table or an open file.
 local function holder(state)
   if not state.read_into then return function(name) return state[name] ~= nil end end
   local set = {}
@@ -72,8 +72,8 @@ local function holder(state)
   return function(name) return set[name] end
 end
 
---- Loads a state into the module of an engine. All ranks must call it. An error on one rank is raised on all ranks. An
---- exception is a state with the field `whole`, whose reader itself compares the ranks.
+--- Loads a state into the module of an engine. All ranks must call this function. If a rank has an error, all ranks
+--- raise it, unless the state has the field `whole`. In that case, the reader of the state compares the ranks itself.
 ---@param engine ps.Engine
 ---@param state table<string, ps.Tensor>|table a table of tensors or an open file
 ---@param options? {strict?: boolean, check_only?: boolean}
@@ -96,8 +96,8 @@ function own_state.load(engine, state, options)
 end
 
 -- -- saving -----------------------------------------------------------------------------------------------------------
----@type table<table, {engine: ps.Engine, have: integer, all: integer}> by partial state: the number of its tensors
---- (have), and the number of tensors of the whole state (all)
+---@type table<table, {engine: ps.Engine, have: integer, all: integer}> The key is a partial state. `have` is the number
+---  of tensors in the partial state, and `all` is the number of tensors in the whole state
 local parts = setmetatable({}, { __mode = "k" })
 
 local function count(state)
@@ -106,9 +106,9 @@ local function count(state)
   return n
 end
 
---- Removes the tensors of other ranks from a state, and remembers that the state is partial.
+--- Removes the tensors of other ranks from a state. If tensors were removed, records that the state is partial.
 ---@param engine ps.Engine
----@param state table<string, ps.Tensor> of the module
+---@param state table<string, ps.Tensor> the state of the module
 function own_state.keep(engine, state)
   local all = count(state)
   if engine.zero_stage > 0 then engine.ranks:keep_own(state) end
@@ -117,7 +117,7 @@ function own_state.keep(engine, state)
   if have < all then parts[state] = { engine = engine, have = have, all = all } end
 end
 
--- Returns the entry of `parts` for the value or for one of its fields. Returns nil if there is no entry.
+-- Returns the entry of `parts` for `value` or for one of its fields. Returns nil if there is no such entry.
 local function part_in(value)
   if type(value) ~= "table" then return nil end
   if parts[value] then return parts[value] end
@@ -126,8 +126,8 @@ local function part_in(value)
   end
 end
 
--- Rank 0 prints a note if ranks save partial states to a file whose name contains no rank. In this case, either the
--- script means to save the whole model, or the ranks overwrite each other's file.
+-- Rank 0 prints a note if ranks save partial states to a file whose name contains no rank. Such a script either wants
+-- to save the whole model, or its ranks overwrite the same file.
 hooks.on("saves", function(value, path)
   local part, rank = part_in(value), mesh.env() and mesh.env().rank or 0
   if not part or rank > 0 or path:match("[^/]*$"):find "0" then return end

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Moves a module's parameters into chunks. Each parameter first moves into its own chunk when it is created, so that a
--- model larger than memory can be built. Then all tensors move to the final layout, in the order of registration.
+-- Moves a module's parameters into chunks. When a parameter is created, it first moves into a chunk of its own, so that
+-- a model larger than memory can be built. When the module is complete, all tensors move to the final layout, in the
+-- order of registration.
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
 local scope = require "ps.core.scope"
@@ -26,7 +27,7 @@ local param_array = array "ps_param"
 local sizes = ffi.new("int64_t[8]")
 local address = nn_module.address
 local PAGE = 4096
-local META = native.device_index "meta"  -- device of parameters that have no bytes yet (ps.deferred)
+local META = native.device_index "meta"  -- the device "meta", on which parameters have no bytes yet (ps.deferred)
 local REMAINDER = { name = "remainder", dtype = "uint8" }
 kinds.add_state(REMAINDER.name, 1, "param_fp32")
 local dtypes = require "ps.core.dtype"
@@ -38,8 +39,8 @@ local function new_chunk(kind, group, index, dtype, nbytes)
   return id_out[0]
 end
 
--- Creates a tensor with the shape of `like` in a row's chunk of one kind. `offset` is in elements. `ids` are the row's
--- chunks (the result of chunks_for).
+-- Creates a tensor with the shape of `like` in the chunk ids[kind]. `ids` are the chunks of a row of the layout (the
+-- result of chunks_for). `offset` is the position of the tensor in the chunk, in elements.
 local function new_tensor(like, dtype, device, ids, kind, offset, name)
   local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
   native.retry(C.ps_engine_tensor_new, native.ctx, like, native.dtype_code(dtype), device, ids[kind], at, name,
@@ -47,18 +48,20 @@ local function new_tensor(like, dtype, device, ids, kind, offset, name)
   return native.own(tensor_out[0])
 end
 
--- Returns whether a state needs an offset of its own, instead of its parameter's offset. It needs one if its shape
--- differs, or if its elements are so small that the parameter's offset would not be aligned.
+-- Returns true if a state needs its own offset in the chunk, and cannot use the offset of its parameter. This is
+-- necessary if the state has another shape than the parameter, or if its elements are so small that the parameter's
+-- offset would not be aligned.
 local function is_packed(state) return state.shape ~= nil or STATE[state.dtype] < 2 end
 
--- Returns the byte offset of a parameter's state in its chunk. `index` is the parameter's index in the layout.
+-- Returns the offset in bytes of an optimizer state in its chunk. `offset` is the parameter's offset in elements.
+-- `index` is the parameter's index in the layout.
 local function state_at(state, ids, offset, index)
   if not is_packed(state) then return kinds.start(state.name, ids.numel, state.dtype) + offset * STATE[state.dtype] end
   return kinds.start(state.name, ids.state_numel[state.name], state.dtype)
     + ids.state_offset[state.name][index] * STATE[state.dtype]
 end
 
--- Creates a tensor at a byte offset in a chunk.
+-- Creates a tensor at the offset `at` (in bytes) in the chunk `id`.
 local function new_shaped(shape, dtype, host, id, at, name)
   for i, size in ipairs(shape) do sizes[i - 1] = size end
   native.retry(C.ps_engine_tensor_shaped, native.ctx, #shape, sizes, native.dtype_code(dtype), host, id, at, name,
@@ -81,8 +84,8 @@ local function adopt(tensor, dtype, ids, kind, offset, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[kind], at, name)
 end
 
--- Creates the tensor of a parameter, like new_tensor. If ranks share the optimizer state, the tensor is in a part
--- (param_part). All ranks use the part, and one rank owns it.
+-- Creates the tensor of a parameter, in the same way as new_tensor. If ranks share the optimizer state, the tensor is
+-- in a part (ids.param_part) instead of a chunk. All ranks use the part, and one rank owns it.
 local function new_param(like, dtype, where, ids, offset, name)
   local shards = where.shards
   if not (shards and shards:state()) then return new_tensor(like, dtype, where.device, ids, "param", offset, name) end
@@ -101,7 +104,7 @@ local function seen_from(tensor, device)
   return native.own(tensor_out[0])
 end
 
--- Returns the size of a tensor in bytes. Returns nil if the tensor has no bytes or is in a chunk already.
+-- Returns the size of a tensor in bytes. Returns nil if the tensor has no bytes, or if it is already in a chunk.
 local function bytes_to_move(tensor)
   local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
   if nbytes == 0 or tensor.device_ == META or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return nil end
@@ -111,7 +114,8 @@ end
 -- Creates a chunk for one tensor of `nbytes` bytes.
 local function own_chunk(dtype, nbytes) return new_chunk("param", -1, 0, dtype, math.ceil(nbytes / PAGE) * PAGE) end
 
---- Moves a tensor into its own chunk, on every rank. Does nothing if the tensor is in a chunk already or has no bytes.
+--- Moves a tensor into a chunk of its own, on every rank. Does nothing if the tensor has no bytes, or if it is already
+--- in a chunk.
 ---@param tensor ps.Tensor
 ---@param name? string
 function build.to_own_chunk(tensor, name)
@@ -120,13 +124,14 @@ function build.to_own_chunk(tensor, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, own_chunk(tensor:dtype(), nbytes), 0, name)
 end
 
---- Moves a new parameter from plain memory into its own chunk, where it stays until the layout is made. Does nothing if
---- the tensor is in a chunk already or has no bytes. If ranks share parameters, only the owner keeps the bytes.
+--- Moves a new parameter from plain memory into a chunk of its own. The parameter stays there until the layout is made.
+--- Does nothing if the tensor has no bytes, or if it is already in a chunk. If ranks share parameters, only the owner
+--- keeps the bytes.
 ---@param tensor ps.Tensor
 ---@param shards? ps.engine.Sharding
 function build.to_chunk(tensor, shards)
   local nbytes = bytes_to_move(tensor)
-  if not nbytes or C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- lent: its bytes are in a file on every rank
+  if not nbytes or C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- lent: every rank has the bytes in a file
   if not (shards and shards:parameters()) then return build.to_own_chunk(tensor) end
   local whole, owner = math.ceil(nbytes / PAGE) * PAGE, shards:stage_owner(nbytes)
   local part = shards:part { owner = owner, stripe = shards:take_stripes(1), dtype = tensor:dtype(), nbytes = whole,
@@ -151,8 +156,9 @@ local function parameters(module)
   return list
 end
 
--- Divides the parameters of a model that is cut into stages. Returns three lists: this process's parameters with their
--- virtual stages, rows for the trained parameters of other ranks, and rows for the frozen parameters of other ranks.
+-- Divides the parameters of a model that is cut into stages. Returns three lists: the parameters of this process with
+-- their virtual stages, rows for the trained parameters of other ranks, and rows for the frozen parameters of other
+-- ranks.
 local function own_parameters(entries, stages)
   local mine, elsewhere, frozen = {}, {}, {}
   for _, entry in ipairs(entries) do
@@ -182,15 +188,15 @@ local function check_parameter(entry, device)
   end
 end
 
--- Returns the dtype in which a parameter trains. An fp32 parameter trains in the configuration's dtype, and any other
--- parameter in its own dtype.
+-- Returns the dtype in which a parameter trains. For an fp32 parameter, this is `precision`, the dtype of the
+-- configuration. Any other parameter keeps its own dtype.
 local function target_dtype(entry, precision)
   local dtype = entry.tensor:dtype()
   return dtype == "fp32" and precision or dtype
 end
 
--- Returns the byte offset of a bf16 parameter's remainders in their chunk. With memory.master = "remainder", remainders
--- replace the master: each one is the lower two bytes of an fp32 value.
+-- Returns the offset in bytes of a bf16 parameter's remainders in their chunk. If memory.master is "remainder", the
+-- parameter has remainders instead of a master. A remainder is the lower two bytes of an fp32 value.
 local function remainder_at(ids, offset)
   return kinds.start(REMAINDER.name, 2 * ids.numel, REMAINDER.dtype) + 2 * offset
 end
@@ -204,8 +210,8 @@ local function adopt_remainder(tensor, ids, offset, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[REMAINDER.name], remainder_at(ids, offset), name)
 end
 
--- Moves one parameter into its chunk. Returns the tensor that trains and its fp32 master. The master is nil if another
--- rank holds it.
+-- Moves one parameter into its chunk. Returns the tensor that trains, and its fp32 master. The master is nil if it is
+-- on another rank.
 local function place_param(entry, ids, offset, where)
   local old, dtype = entry.tensor, entry.dtype
   local name, trains, apart = entry.name, entry.trains, where.device ~= where.host
@@ -244,10 +250,11 @@ local function place_param(entry, ids, offset, where)
   return param, nil
 end
 
-local STATE_ALIGN = 256                 -- in bytes; the offset of a packed state is a multiple of it
+local STATE_ALIGN = 256                 -- alignment in bytes of the offset of a packed state
 
--- Creates a row's chunks of optimizer states. A packed state (is_packed) follows the previous packed state. Any other
--- state has the offset of its parameter. `shapes` are the parameters' shapes, by index in the layout.
+-- Creates the chunks of a row's optimizer states. A packed state (is_packed) is stored after the previous packed state.
+-- Any other state has the same offset as its parameter. shapes[i] is the shape of the parameter with the index i in the
+-- layout.
 local function state_chunks(row, group, ids, shapes)
   ids.state_offset, ids.state_numel = {}, {}
   for _, state in ipairs(group.states) do
@@ -268,8 +275,8 @@ local function state_chunks(row, group, ids, shapes)
   end
 end
 
--- Creates the chunks of one row of the layout, one per kind. Does not create the kinds that other ranks own. `shapes`
--- are the parameters' shapes, by index in the layout.
+-- Creates the chunks of one row of the layout, one chunk per kind. Kinds that are stored on other ranks get no chunk
+-- here. shapes[i] is the shape of the parameter with the index i in the layout.
 local function chunks_for(row, group, where, shapes)
   local shards, number, stays = where.shards, row.group - 1, group.stays
   if stays == nil then stays = shards and shards.stays end
@@ -302,8 +309,8 @@ local function chunks_for(row, group, where, shapes)
   return ids
 end
 
--- Creates the tensor of a gradient that is stored in a chunk of kind "grad". The chunk is this rank's own chunk, or a
--- part if ranks share gradients.
+-- Creates the tensor of a gradient that is stored in a chunk of kind "grad". If ranks share gradients, the tensor is in
+-- a part. Otherwise it is in this rank's own chunk.
 local function new_grad(like, group, where, ids, offset, name)
   local dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
   if ids.grad then return new_tensor(like, dtype, where.device, ids, "grad", offset, name) end
@@ -311,8 +318,9 @@ local function new_grad(like, group, where, ids, offset, name)
   return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
 end
 
--- Creates the gradients of a parameter for its uses in other virtual stages of this rank (PS_TIE_USE). Each gradient
--- has its own chunk. The chunk is not sharded, because ranks reduce the sum of all uses.
+-- A parameter can be used in several virtual stages of this rank. Creates a gradient for each use other than the first
+-- (PS_TIE_USE). Each of these gradients has its own chunk. The chunk is not sharded, because ranks reduce only the sum
+-- over all uses.
 local function other_uses(made, group, where)
   if not (group.trains and where.stages) then return nil end
   local dtype, uses = where.grad_dtype == "param" and group.dtype or where.grad_dtype, {}
@@ -324,7 +332,7 @@ local function other_uses(made, group, where)
   return uses
 end
 
--- Assigns stripes to rows. stripe[i] is the index, from 0, of the stripe of rows[i]. `count` is the number of stripes.
+-- Assigns stripes to rows. rows[i] gets the stripe with the index stripe[i], counted from 0 among `count` new stripes.
 local function number_stripes(rows, shards, grads, stripe, count)
   local first, second = shards:take_stripes(count), grads and shards:take_stripes(count) or 0
   for i, row in ipairs(rows) do row.stripe, row.grad_stripe = first + stripe[i], second + stripe[i] end
@@ -341,8 +349,8 @@ local function share_out(plan, where)
   number_stripes(plan.chunks, shards, where.grads, made.stripe, made.stripes)
 end
 
--- Sets the tensors through which other files access a parameter: `place` for its bytes and `values` for its fp32
--- values.
+-- Sets the tensors through which other files access a parameter. made.place is for the parameter's bytes, and
+-- made.values is for its fp32 values.
 local function finish_row(made, where)
   if where.shards and where.shards:state() then made.place = where.shards:own(made.param, where.host)
   elseif where.device ~= where.host then made.place = seen_from(made.param, where.host) end
@@ -354,8 +362,8 @@ local function finish_row(made, where)
   end
 end
 
--- Adds the states, the gradient and the other uses to the row of a parameter that trains. `at` is the parameter's
--- position in the layout.
+-- Adds the optimizer states, the gradient and the gradients of other uses to the row `made` of a parameter that trains.
+-- `at` is the parameter's position in the layout.
 local function train_row(made, group, ids, at, where)
   made.states, made.averages = group.states, ids.mine and {} or nil
   for k, state in ipairs(ids.mine and group.states or {}) do
@@ -365,8 +373,8 @@ local function train_row(made, group, ids, at, where)
   made.uses = other_uses(made, group, where)
 end
 
--- Moves a parameter that was frozen into the chunks of a row that trains. Its master starts with the parameter's value,
--- and its optimizer state with zeros.
+-- Moves a parameter that was frozen into the chunks of a row that trains. The master is initialized with the
+-- parameter's value, and the optimizer state with zeros.
 local function thaw_param(made, group, ids, at, where)
   local _, master = place_param({ tensor = made.param, dtype = group.dtype, trains = true, name = made.name }, ids,
     at.offset, where)
@@ -374,7 +382,7 @@ local function thaw_param(made, group, ids, at, where)
   train_row(made, group, ids, at, where)
 end
 
--- Adds a unit for a row whose tensors train.
+-- Adds a unit for a row whose tensors train. The unit consists of all chunks of this row.
 local function add_unit(built, row, group, ids)
   built.units = built.units + 1
   built.unit_states[built.units] = ids.mine and ids.state_nbytes or 0
@@ -394,28 +402,23 @@ local function state_bytes()
 end
 
 ---@class ps.engine.Built
----@field list table[] a row for each trained parameter, with these fields:
----  name, param, master, grad, unit, numel
----  averages: a tensor per optimizer state
----  number: its index in the model
----  vstage: its virtual stage on this rank
----  uses: a table {vstage, grad} for each other virtual stage of this process that uses it
----  place: the parameter as the host sees it, if it is on a device or sharded
----  values: its fp32 values as the host sees them
----  owner: the rank that owns it, if ranks share the state. On the other ranks, the row has no master, averages, place
----  and values
+---@field list table[] one row for each trained parameter of this process, with these fields: name, param, master, grad,
+---  unit, numel averages: a tensor per optimizer state number: its index in the model vstage: its virtual stage on this
+---  rank uses: a table {vstage, grad} for each other virtual stage of this process that uses it place: the parameter as
+---  the host sees it, if it is on a device or sharded values: its fp32 values as the host sees them owner: the rank
+---  that owns it, if ranks share the state. On the other ranks, the row has no master, averages, place and values
 ---@field frozen table[] a row for each frozen parameter: name, param, owner, place
----@field untrained table[] the rows of `frozen`, and a row {name, param, numel, number} for each frozen parameter of
----  other pipeline ranks
----@field elsewhere table[] a row for each trained parameter that other pipeline ranks hold: name, param (without data),
----  numel, number
+---@field untrained table[] all rows of `frozen`, and in addition one row {name, param, numel, number} for each frozen
+---  parameter of other pipeline ranks
+---@field elsewhere table[] one row {name, param, numel, number} for each trained parameter of other pipeline ranks;
+---  param has no data
 ---@field tables ps.engine.Table[] embedding matrices that have their own chunks
 ---@field units integer
----@field unit_bytes integer[] size in bytes of each unit's master and averages on this process, by unit from 1
----@field unit_states integer[] size in bytes of each unit's averages on this process, by unit from 1
----@field unit_numel integer[] number of parameter elements that this process updates in each unit, by unit from 1
+---@field unit_bytes integer[] by unit from 1, the size in bytes of the unit's masters and averages in this process
+---@field unit_states integer[] by unit from 1, the size in bytes of the unit's averages in this process
+---@field unit_numel integer[] by unit from 1, the number of parameter elements of the unit that this process updates
 ---@field layout ps.layout.Layout
----@field numel integer number of elements of the parameters on this process, including frozen ones
+---@field numel integer number of elements of all parameters in this process, including frozen parameters
 ---@field state_bytes integer total size in bytes of all chunks
 
 --- Moves the module's parameters into chunks.
@@ -424,9 +427,10 @@ end
 ---  boolean, grad_dtype: string, states_for: (fun(name: string, parameter: ps.Tensor): ps.optimizers.State[]),
 ---  state_bytes: number, other_bytes: number, lookups?: boolean, shards?: ps.engine.Sharding, stages?:
 ---  ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?, agree?: fun(chunk_size: integer): integer} lookups:
----  whether embedding matrices may move to the host. grads: whether gradients have their own chunks. stages: the stages
----  of this process, if the model is cut. stays: returns whether a sharded parameter stays on this rank from its first
----  gather to the end of the step, or nil to follow the configuration. agree: returns the chunk size that all ranks use
+---  true if embedding matrices may move to the host. grads: true if gradients have their own chunks. stages: the stages
+---  of this process, if the model is cut into stages. stays: returns true if a sharded parameter stays on this rank
+---  from its first gather to the end of the step, false if it does not, or nil to use the setting of the configuration.
+---  agree: returns the chunk size that all ranks use
 ---@return ps.engine.Built
 function build.place(module, options)
   local entries, elsewhere, untrained = parameters(module), {}, {}
@@ -498,9 +502,9 @@ function build.place(module, options)
   return built
 end
 
---- Registers the trained parameters with the engine. group_of[i] is the optimizer group, from 0, of built.list[i]. The
---- list is sorted by virtual stage and then by `order`, a parameter's index among all trained parameters of the model.
---- Norms are summed in this order.
+--- Registers the trained parameters with the engine. built.list[i] belongs to the optimizer group group_of[i], counted
+--- from 0. The list is sorted by virtual stage. Within a virtual stage, it is sorted by `order`, the parameter's index
+--- among all trained parameters of the model. Norms are summed in this order.
 ---@param built ps.engine.Built
 ---@param group_of integer[]
 ---@param n_groups integer
@@ -515,7 +519,8 @@ function build.register(built, group_of, n_groups, where)
     return a.entry.order < b.entry.order
   end)
   local rows = param_array(math.max(1, n + #uses))
-  local anchors = {}                                  -- keeps tensor headers alive until the engine has retained them
+  -- keeps the headers of tensors alive until the engine has retained the tensors
+  local anchors = {}
   local function ptr(t)
     anchors[#anchors + 1] = t
     return ffi.cast("ps_tensor *", t)
@@ -524,13 +529,14 @@ function build.register(built, group_of, n_groups, where)
     local row = rows[i - 1]
     local apart = where.device ~= where.host
     local averages = entry.averages or {}
-    -- Returns the tensor for the compute device. Stores the host's view of it in row.host.
+    -- Returns the tensor for the compute device. If this is not the host, also stores a view of the tensor for the host
+    -- in row.host[k].
     local function both(t, k)
       if apart then row.host[k] = ptr(seen_from(t, where.host)) end
       return ptr(apart and k > 0 and seen_from(t, where.device) or t)
     end
     row.param = both(entry.param, 0)
-    if entry.master ~= nil then row.master = both(entry.master, 1) end      -- nil if another rank holds the master
+    if entry.master ~= nil then row.master = both(entry.master, 1) end      -- nil if the master is on another rank
     for k, t in ipairs(averages) do row.state[k - 1] = both(t, k + 1) end
     row.n_states = #averages
     if apart and entry.master ~= nil and rawequal(entry.master, entry.param) then

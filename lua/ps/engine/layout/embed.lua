@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Keeps an embedding matrix in host memory although a device computes (use_cpu_embedding). This requires that only
--- lookups use the matrix. A lookup copies the indices to the host, the rows that it finds to the device, and the
--- gradients of these rows back to the host. Values do not change.
+-- Keeps an embedding matrix in host memory although a device computes (use_cpu_embedding). This is possible only if
+-- lookups are the only ops that use the matrix. A lookup copies the indices to the host. It copies the rows that it
+-- finds to the device. In backward, it copies the gradients of these rows to the host. The results are the same as
+-- without this setting.
 --
--- A dry run shows whether another op uses the matrix, such as a tied head or a slice of positions. Such an op fails,
--- because its other inputs are on the device. The bytes that a dry run copies and the measured rates
+-- A dry run shows whether another op uses the matrix, for example the op of a tied head or a slice of positions. That
+-- op fails, because its other inputs are on the device. The bytes that a dry run copies and the measured rates
 -- (ps/engine/plan/rates.lua) show whether the step becomes shorter. With several ranks, a matrix moves to the host only
--- if all ranks choose this.
+-- if all ranks choose to move it.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
@@ -23,9 +24,9 @@ local GAIN = 0.98  -- a matrix moves to the host if the step then takes less tha
 ---@field module ps.nn.Embedding
 ---@field param ps.Tensor
 ---@field nbytes integer
----@field crossed integer bytes of the rows that the lookups of one step copy to the device; set by a dry run
+---@field crossed integer size in bytes of the rows that the lookups of one step copy to the device; set by a dry run
 
---- Returns whether a parameter is used only as the weight of one embedding.
+--- Returns true if a parameter is used only as the weight of one embedding.
 ---@param entry {places: table[]}
 ---@return boolean
 function embed.is_table(entry)
@@ -38,8 +39,8 @@ function embed.add(tables, entry, param)
   tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
 end
 
---- Returns whether the engine's embedding matrices may move to the host. Prints a note if the setting
---- use_cpu_embedding has no effect.
+--- Returns true if the engine's embedding matrices may move to the host. Prints a note if use_cpu_embedding is set but
+--- has no effect.
 ---@param fields {cfg: ps.Config, device: integer, host: integer} fields of the engine
 ---@param note fun(text: string)
 ---@return boolean
@@ -67,9 +68,9 @@ local function set_of(list)
   return set
 end
 
--- Returns the predicted seconds of a step if the embedding matrices in `list` are on the host. Adds the step's copies
--- and updates (hybrid.lua) to the copies of the lookups, during which all other work waits. Forward and backward are
--- not included.
+-- Returns the predicted time of a step in seconds if the embedding matrices in `list` are on the host. The prediction
+-- is the time of the step's copies and updates (hybrid.lua), plus the time of the copies that lookups make. All other
+-- work waits during the copies of lookups. The computations of forward and backward are not included.
 local function cost(engine, tables, list, split)
   put(engine, tables, set_of(list))
   local ok, best = pcall(split)
@@ -80,7 +81,8 @@ local function cost(engine, tables, list, split)
   return seconds
 end
 
--- Chooses the embedding matrices that shorten a step if they are on the host. Tries one matrix after another.
+-- Chooses the embedding matrices whose move to the host makes the step shorter. Tries one matrix of `works` after the
+-- other.
 local function paying(engine, tables, works, split)
   local chosen = {}
   local least = #works > 0 and cost(engine, tables, chosen, split)
@@ -92,12 +94,12 @@ local function paying(engine, tables, works, split)
   return chosen
 end
 
--- Finds, by dry runs, which embedding matrices can be on the host. Returns these matrices and a boolean, which is true
--- if dry runs are impossible.
+-- Uses dry runs to find the embedding matrices that can be on the host. Returns these matrices, and a boolean that is
+-- true if dry runs are impossible.
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)
-    local crossed = {}                                        -- number of copied bytes, by module
+    local crossed = {}                                        -- by module, the number of copied bytes
     put(engine, tables, set_of(list))
     local off = hooks.on("lookup", function(module, nbytes) crossed[module] = (crossed[module] or 0) + nbytes end)
     local ok, id = pcall(dry_run)
@@ -117,17 +119,18 @@ local function possible(engine, tables, dry_run)
 end
 
 -- Returns the embedding matrices that all ranks chose. A rank that failed still takes part in this exchange, because
--- the other ranks would wait for it. It chooses no matrix and raises its error later.
+-- the other ranks would wait for the rank. It chooses no matrix, and raises its error later.
 local function agreed(engine, tables, ok, chosen)
   local set, all = set_of(ok and chosen or {}), {}
   for _, t in ipairs(tables) do if engine.ranks:least(set[t] and 1 or 0) == 1 then all[#all + 1] = t end end
   return all
 end
 
---- Decides, by dry runs of the first step, which embedding matrices are on the host.
+--- Uses dry runs of the first step to decide which embedding matrices are on the host.
 ---@param engine ps.Engine
 ---@param dry_run fun(): integer? returns nil if the step cannot be run dry
----@param split fun(): ps.engine.Split? returns the best split of updates for the current devices of the matrices
+---@param split fun(): ps.engine.Split? returns the best split of the updates between the devices, while the matrices
+---  are on their current devices
 ---@return table<ps.engine.Table, boolean> on_host
 function embed.choose(engine, dry_run, split)
   local tables, told, blind = engine.built.tables, engine.cfg.use_cpu_embedding == true, false

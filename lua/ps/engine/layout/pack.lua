@@ -1,34 +1,35 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Assigns tensors to positions in chunks, and chooses the size of chunks. All functions are pure: equal lists of sizes
--- give equal results.
+-- Assigns tensors to positions in chunks, and chooses the size of chunks. All functions are pure, so equal arguments
+-- give equal results on all ranks.
 --
--- Packing. The list of tensors is in the order of use. It is divided into groups, and a chunk has tensors of only one
--- group. The tensors of a group have the same dtype, optimizer states and virtual stage. They are also equal in three
--- properties: whether they train, whether they stay on the rank after a gather, and whether their bytes are in a file
--- of the user. All kinds of chunks of a group (parameter, master, averages) have the same layout.
+-- Packing. The list of tensors is sorted by first use. The tensors are divided into groups, and a chunk contains
+-- tensors of only one group. The tensors of a group have the same dtype, optimizer states and virtual stage. In
+-- addition, either all or none of them train, stay on the rank after a gather, and have their bytes in a file of the
+-- user. All kinds of chunks of a group (parameter, master, averages) have the same layout.
 --
--- A tensor goes into the newest chunk of its group if it fits there, else into a new chunk. It is then near the tensors
--- that are used next, and a fetch of the chunk also fetches those tensors. A tensor larger than the chunk size gets a
--- separate chunk. The small tensors before and after it share a chunk. Packing works with any chunk size.
+-- A tensor is placed in the newest chunk of its group if this chunk has room, and otherwise in a new chunk. Therefore
+-- tensors that are used one after the other are in the same chunk, and one fetch moves them together. A tensor that is
+-- larger than the chunk size gets a chunk of its own. The small tensors before and after this tensor share a chunk.
+-- Packing works with any chunk size.
 --
--- Offsets are multiples of 128 elements (256 bytes in bf16). A chunk ends where its last tensor ends, rounded up to a
--- multiple of 2048 elements. In bf16 these are 4096 bytes, the unit of direct I/O. With `uniform`, only the last chunk
--- of a group is shorter than the others, and a tensor may also fill a gap in one of the `lookback` chunks before the
--- newest.
+-- Offsets are multiples of 128 elements (256 bytes in bf16). The size of a chunk is the end of its last tensor, rounded
+-- up to a multiple of 2048 elements. In bf16, 2048 elements have 4096 bytes, which is the unit of direct I/O. With
+-- `uniform`, all chunks of a group have the same size, except the last chunk, which may be shorter. A tensor may then
+-- also fill a gap in one of the `lookback` chunks before the newest chunk.
 --
--- Searching. The search chooses the size with the smallest sum of four costs, or the smallest such size if several have
--- the same sum. Each cost is a fraction of the whole:
+-- Searching. For each chunk size, the search adds four costs. It chooses the size with the smallest sum. If several
+-- sizes have this sum, it chooses the smallest of these sizes. Each cost is a fraction of the whole:
 --   waste      the bytes of chunks that no tensor uses
---   copies     the fixed time of each copy, which is equal to the transfer of about MOVE_COST elements. This cost makes
---              small chunks slow
---   coarse     the memory that is allocated but not needed. Fast memory is allocated and freed in whole chunks, and on
---              average the fraction COARSE of a working set is not needed at the moment. This cost is proportional to
---              the chunk size divided by the size of the fast memory
---   uneven     the bytes of the fullest of the ranks that share the chunks, divided by the mean over ranks, minus one
--- The working set of a chunk is its bytes of all kinds together. SETS working sets must fit into the fastest tier, so
--- that chunks can be fetched ahead. Less memory is allowed only if all chunks fit into it at once. The candidates are
--- round sizes, equal parts of the whole, and sums of adjacent tensors in a repeated block. With such a sum, chunks end
--- at layer boundaries.
+--   copies     the fixed time of the copies. For each copy, it is about the time in which MOVE_COST elements are
+--              transferred. This cost is high if chunks are small
+--   coarse     the fast memory that is allocated but not needed. Fast memory is allocated and freed in whole chunks. On
+--              average, the fraction COARSE of a working set is not needed at the moment. This cost is proportional to
+--              (chunk size) / (size of the fast memory)
+--   uneven     (bytes of the fullest rank) / (mean over all ranks) - 1, if ranks share the chunks
+-- The working set of a chunk consists of the chunks of all kinds at the same position. SETS working sets must fit into
+-- the fastest tier, so that chunks can be fetched before they are needed. The fastest tier may be smaller only if all
+-- chunks fit into it at once. The search tries round sizes, equal parts of the whole, and sums of adjacent tensors in a
+-- repeated block. If the size is such a sum, chunks end at layer boundaries.
 local caller = require "ps.core.caller"
 local share = require "ps.engine.layout.share"
 local human = require("ps.core.readable").bytes
@@ -36,20 +37,23 @@ local error = caller.error
 
 local layout = {}
 
-layout.ALIGN = 128             -- tensors' offsets are multiples of this number of elements
+layout.ALIGN = 128             -- the offset of a tensor is a multiple of this number of elements
 layout.UNIT = 2048             -- the size of a chunk is a multiple of this number of elements
 layout.SMALLEST = 1024         -- smallest chunk size that can be set, in elements
-layout.SETS = 6                -- number of working sets that the fastest tier must hold, so that copies can run ahead
+-- This number of working sets must fit into the fastest tier, so that copies can begin early.
+layout.SETS = 6
 
 local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
-local MOVE_COST = 65536        -- fixed cost of a copy, in elements; these 128 KiB of bf16 take 50 us at 2.6 GB/s
+-- The fixed cost of a copy, in elements. 65,536 elements of bf16 (128 KiB) take 50 us at 2.6 GB/s.
+local MOVE_COST = 65536
 local COARSE = 0.25
-local FOR_A_RANK = 16          -- smallest number of chunks per rank, if the model is large enough
-local BLOCK_TENSORS = 32       -- in a block of more tensors, each sum begins at one of the first 32 tensors
+local FOR_A_RANK = 16          -- minimum number of chunks per rank, if the model is large enough
+local BLOCK_TENSORS = 32       -- if a block has more than 32 tensors, each sum begins at one of the first 32 tensors
 
 local ELEMENT = require("ps.core.dtype").nbytes
--- Bytes per element of a trained parameter with Adam's master, exp_avg and exp_avg_sq in fp32. The gradient of a half
--- parameter is stored in the parameter's own memory. An fp32 parameter is its own master and has a separate gradient.
+-- Bytes per element of a trained parameter with Adam, whose master, exp_avg and exp_avg_sq are in fp32. The gradient of
+-- a bf16 or fp16 parameter is stored in the memory of the parameter. An fp32 parameter is its own master and has a
+-- separate gradient.
 local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 
 ---@class ps.layout.Entry
@@ -57,32 +61,33 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field dtype "bf16"|"fp16"|"fp32"
 ---@field trains boolean
 ---@field name? string
----@field states? ps.optimizers.State[] the states of its optimizer; the tensor shares chunks only with tensors that
----  have the same states
----@field bytes? number bytes per element in all kinds of chunks together, if it trains
----@field apart? boolean true if it shares chunks only with other tensors that are `apart`
----@field lent? boolean true if its bytes are in a file; it shares chunks only with other tensors that are `lent`
----@field vstage? integer index of its virtual stage among those of this process (default 0)
----@field stays? boolean whether it stays on this rank from its first gather to the end of the step (default: the
----  configuration's setting)
+---@field states? ps.optimizers.State[] the tensor's optimizer states; it shares chunks only with tensors that have the
+---  same optimizer states
+---@field bytes? number bytes per element, summed over all kinds of chunks, if the tensor trains
+---@field apart? boolean true if the tensor shares chunks only with tensors that also have `apart`
+---@field lent? boolean true if the tensor's bytes are in a file; it shares chunks only with tensors that also have
+---  `lent`
+---@field vstage? integer index of the tensor's virtual stage among the virtual stages of this process (default 0)
+---@field stays? boolean true if the tensor stays on this rank from its first gather to the end of the step (default:
+---  the configuration's setting)
 
 ---@class ps.layout.Group
 ---@field dtype string
 ---@field trains boolean
 ---@field vstage integer
----@field stays? boolean value of `stays` in its entries
----@field states? ps.optimizers.State[] the states of its entries
----@field bytes number largest number of bytes per element among its entries, or 0 if it is unknown
+---@field stays? boolean value of `stays`, which is equal in all entries of the group
+---@field states? ps.optimizers.State[] the optimizer states, which are equal in all entries of the group
+---@field bytes number largest `bytes` among the entries of the group, or 0 if it is unknown
 ---@field chunks integer number of chunks
----@field numel integer number of elements of its chunks
----@field used integer number of elements of its tensors
+---@field numel integer number of elements of the group's chunks
+---@field used integer number of elements of the group's tensors
 
 ---@class ps.layout.Chunk
 ---@field group integer index in Layout.groups, from 1
 ---@field index integer index within the group, from 0
 ---@field numel integer number of elements, a multiple of UNIT
----@field used integer number of elements of its tensors
----@field alone? boolean true if it holds only one tensor, which is larger than chunk_size
+---@field used integer number of elements of the chunk's tensors
+---@field alone? boolean true if the chunk holds only one tensor, and this tensor is larger than chunk_size
 ---@field tensors {index: integer, offset: integer}[] `index` in the list of entries, `offset` in elements
 
 ---@class ps.layout.Layout
@@ -123,8 +128,8 @@ local function check_size(size, key)
   end
 end
 
--- Returns a chunk of `list` that has room for `need` more elements. Searches the newest chunk first, then the
--- `lookback` chunks before it. Returns nil if none of these chunks has room.
+-- Returns a chunk of `list` that has room for `need` more elements. Searches the newest chunk, and then the `lookback`
+-- chunks before the newest chunk. Returns nil if none of these chunks has room.
 local function place(list, need, capacity, lookback)
   for i = #list, math.max(1, #list - lookback), -1 do
     if list[i].fill + need <= capacity then return list[i] end
@@ -178,8 +183,9 @@ local function pack(entries, chunk_size, uniform, lookback)
   return made
 end
 
--- Packs into chunks of one size. With `uniform`, a lookback can fill the unused ends of chunks. If the caller sets no
--- lookback, this function tries several lookbacks and keeps the layout with the least waste.
+-- Packs tensors into chunks of one size. With `uniform`, a lookback lets tensors fill the unused ends of earlier
+-- chunks. If the caller sets no lookback, this function tries several lookbacks, and returns the layout that wastes the
+-- fewest elements.
 local function pack_best(entries, chunk_size, options)
   if not options.uniform then return pack(entries, chunk_size, false, options.lookback or 0) end
   if options.lookback then return pack(entries, chunk_size, true, options.lookback) end
@@ -196,9 +202,9 @@ local PACK = { uniform = "boolean", lookback = "whole" }
 --- Packs tensors into chunks of `chunk_size` elements, in order. The size must be at least SMALLEST.
 ---@param entries ps.layout.Entry[] in the order of use; a tied tensor appears once
 ---@param chunk_size integer
----@param options? {uniform?: boolean, lookback?: integer} uniform: all chunks of a group have the same size, except the
----  last one. lookback: number of chunks before the newest that may be filled (default 0; with `uniform` the value from
----  0 to 2 that wastes least)
+---@param options? {uniform?: boolean, lookback?: integer} uniform: if true, all chunks of a group have the same size,
+---  except the last chunk. lookback: number of chunks before the newest chunk that may be filled (default 0; with
+---  `uniform`, the number from 0 to 2 that wastes the fewest elements)
 ---@return ps.layout.Layout
 function layout.pack(entries, chunk_size, options)
   check_entries(entries)
@@ -206,7 +212,7 @@ function layout.pack(entries, chunk_size, options)
   return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
---- Returns the bytes per element that an update needs at once, summed over all kinds of chunks.
+--- Returns the number of bytes per element that are needed at once for an update, summed over all kinds of chunks.
 ---@param group {dtype: string, trains: boolean, bytes?: number} a group or an entry
 ---@param trained? number bytes per element if the group trains (default 14 in a half dtype, 16 in fp32)
 ---@return number
@@ -226,14 +232,15 @@ end
 ---@field bytes_per_param number bytes per parameter element, including waste
 ---@field set_bytes number size in bytes of the largest working set of a chunk that is not `alone`
 ---@field alone_bytes number size in bytes of the largest working set of a chunk that is `alone` (0 if there is none)
----@field copies number a cost, which the top of this file describes, like `coarse` and `uneven`
+---@field copies number one of the costs that are described at the top of this file, as are `coarse` and `uneven`
 ---@field coarse number
 ---@field uneven number
 ---@field score number waste_share + copies + coarse + uneven
 ---@field feasible boolean
----@field why? string reason why it is not feasible
+---@field why? string if the size is not feasible, the reason
 
--- Returns the reason why these chunks do not fit into `capacity` bytes of the fastest tier, or nil if they fit.
+-- Returns nil if the chunks of this layout fit into `capacity` bytes of the fastest tier. Otherwise returns the reason
+-- why they do not fit.
 local function obstacle(row, entries, capacity)
   if not capacity or row.bytes <= capacity then return nil end
   if row.alone_bytes > capacity then
@@ -252,7 +259,7 @@ local function judge(entries, size, options)
   local made = pack_best(entries, size, options)
   local row = { size = made.chunk_size, layout = made, waste_share = made.waste_share, bytes = 0, set_bytes = 0,
     alone_bytes = 0 }
-  local squares = 0  -- sum over all chunks of (elements of the chunk) * (bytes of its working set)
+  local squares = 0  -- sum over all chunks of (elements of the chunk) * (size in bytes of its working set)
   for _, chunk in ipairs(made.chunks) do
     local set = chunk.numel * layout.state_bytes(made.groups[chunk.group], options.state_bytes)
     row.bytes, squares = row.bytes + set, squares + chunk.numel * set
@@ -276,9 +283,9 @@ local function judge(entries, size, options)
   return row
 end
 
--- Returns the repeated blocks of a model. A block is returned as the list of its entries' sizes in elements. It is a
--- run of entries whose names are equal up to the first number ("h.0.", "h.1.", ...). If several blocks have the same
--- total, only the first one is returned.
+-- Returns the repeated blocks of a model. A block is a run of entries whose names are equal up to the first number
+-- ("h.0.", "h.1.", ...). It is returned as the list of its entries' sizes in elements. If several blocks have the same
+-- total size, only the first of these blocks is returned.
 local function blocks_of(entries)
   local blocks, last, seen = {}, nil, {}
   for _, entry in ipairs(entries) do
@@ -304,7 +311,7 @@ end
 local function candidates(entries, min, max)
   local sizes, seen, total = {}, {}, 0
   for _, entry in ipairs(entries) do total = total + math.max(ALIGN, round_up(entry.numel, ALIGN)) end
-  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- a larger size would also make only one chunk
+  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- any larger size would also make only one chunk
   local function add(size)
     size = round_up(size, UNIT)
     if size >= min and size <= max and not seen[size] then
@@ -335,8 +342,8 @@ local function candidates(entries, min, max)
   return sizes
 end
 
--- Returns the smallest and the largest size to try. The smallest size is less than usual if the usual size leaves no
--- room to fetch ahead, or makes too few chunks per rank.
+-- Returns the smallest and the largest chunk size to try. The smallest size is reduced if there would be no room to
+-- fetch chunks ahead, or if there would be too few chunks per rank.
 local function range(entries, options)
   local min, max = options.min or MI, options.max or 64 * MI
   if (options.ranks or 1) > 1 and not options.min then
@@ -373,13 +380,14 @@ end
 
 ---@class ps.layout.Options
 ---@field capacity? number bytes of the fastest tier that chunks may use, or nil if everything fits
----@field state_bytes? number bytes per trained element in all kinds of chunks together (default 14, or 16 in fp32)
----@field min? integer elements (default 1 Mi, or less if `capacity` or `ranks` requires it)
----@field max? integer elements (default 64 Mi)
+---@field state_bytes? number bytes per trained element, summed over all kinds of chunks (default 14, or 16 in fp32)
+---@field min? integer smallest size to try, in elements (default 1 Mi, or less if `capacity` or `ranks` requires a
+---  smaller size)
+---@field max? integer largest size to try, in elements (default 64 Mi)
 ---@field sizes? integer[] the only sizes to try
 ---@field chunk_size? integer the only size to try
----@field uniform? boolean as for pack
----@field lookback? integer as for pack
+---@field uniform? boolean see layout.pack
+---@field lookback? integer see layout.pack
 ---@field ranks? integer number of ranks among which the chunks are shared (default 1)
 
 ---@class ps.layout.Search

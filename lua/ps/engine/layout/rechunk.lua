@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Gives the model a layout with smaller chunks. This happens if a step does not fit and the configuration does not set
--- the chunk size. The search for a chunk size (layout/pack.lua) knows the model and the budgets, but not the other
--- tensors of a step. A dry run shows whether an op's chunks fit next to these tensors. The layout changes between two
--- steps, and values do not depend on it. All ranks use the same chunk size, even if only one rank lacks room.
+-- Replaces the layout of the model by a layout with smaller chunks. This happens if a step does not fit and the
+-- configuration does not set the chunk size. The search for a chunk size (layout/pack.lua) knows the model and the
+-- budgets, but not the other tensors of a step. A dry run shows whether the chunks of an op and these tensors fit
+-- together. The layout changes between two steps. The values of the parameters do not depend on the layout. All ranks
+-- use the same chunk size, even if only one rank lacks room.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local pack = require "ps.engine.layout.pack"
@@ -22,8 +23,8 @@ local finer = {}
 local info = ffi.new("ps_tier_info")
 local pieces = build.pieces
 
--- Moves a parameter and its state into the chunks of a row. The parameter must have no gradient. Its next gradient will
--- be at a new position.
+-- Moves a parameter and its state into the chunks of a row. The parameter must have no gradient. Its next gradient is
+-- stored at the new position.
 local function move_param(made, group, ids, at, where)
   local offset = at.offset
   local apart = made.master ~= nil and not rawequal(made.master, made.param)
@@ -36,7 +37,7 @@ local function move_param(made, group, ids, at, where)
   if made.grad ~= nil then made.grad = pieces.new_grad(made.param, group, where, ids, offset, made.name) end
 end
 
--- Returns the unit of each row of a layout, or 0 for a row that does not train.
+-- Returns a table from each row of a layout to its unit. A row that does not train has unit 0.
 local function units_of(made)
   local units, count = {}, 0
   for _, row in ipairs(made.chunks) do
@@ -47,8 +48,8 @@ local function units_of(made)
   return units
 end
 
--- Moves parameters into the rows of `plan`. A parameter whose row is unchanged does not move. All ranks must call it.
--- The caller must first drop the host's views of the parameters that this rank owns (row.place).
+-- Moves parameters into the rows of `plan`. A parameter whose row is unchanged does not move. All ranks must call this
+-- function. The caller must first drop the host's views of the parameters that this rank owns (row.place).
 local function move(built, plan, options)
   local shards, rows, kept, fresh, owners = options.shards, {}, units_of(built.layout), {}, {}
   local old_bytes, old_numel, old_rows = built.unit_bytes, built.unit_numel, built.unit_rows
@@ -95,8 +96,9 @@ local function move(built, plan, options)
   built.state_bytes = pieces.state_bytes()
 end
 
--- Finds the parameter that is largest together with its optimizer state. Returns the size of both in bytes, and the
--- parameter's name. An update needs these bytes on the host at once, whatever the chunk size.
+-- Finds the parameter that is largest together with its optimizer state. Returns the size in bytes of the parameter and
+-- the state together, and the parameter's name. An update needs this many bytes on the host at once, whatever the chunk
+-- size is.
 local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
@@ -107,8 +109,8 @@ local function least_set(engine, options)
   return most, name
 end
 
--- Returns the largest size in bytes of an fp32 chunk with `numel` elements. The data of some kinds begin at an offset
--- in the chunk, and the size includes the largest offset.
+-- Returns the maximum size in bytes of an fp32 chunk with `numel` elements. In chunks of some kinds, the data begin at
+-- an offset. The result includes the largest of these offsets.
 local function chunk_bytes(numel) return 4 * numel + kinds.most_extra(numel) end
 
 -- Returns the number of elements of the largest chunk that holds several tensors.
@@ -120,9 +122,9 @@ local function largest_shared(engine)
   return most
 end
 
---- Returns the largest new chunk size for which there is room, as a fraction of the largest chunk. Returns 0 if there
---- is no room. While tensors move, the host holds an old chunk and a new chunk at once, and the tiers hold all chunks
---- of a row twice.
+--- Returns the largest new chunk size for which there is room, as a fraction of the size of the largest chunk that
+--- holds several tensors. Returns 0 if there is no room. While tensors move, the host holds an old chunk and a new
+--- chunk at the same time, and the tiers hold all chunks of a row twice.
 ---@param engine ps.Engine
 ---@return number
 function finer.limit(engine)
@@ -141,20 +143,21 @@ function finer.limit(engine)
   return math.min(1, (room - kinds.most_extra(math.huge)) / 4 / most)
 end
 
--- Errors of a step for which smaller chunks may help, by the error's field `sub`.
+-- The errors after which smaller chunks may help, by the field `sub` of the error. A step that does not fit raises
+-- them.
 local ROOM = { OP_CHUNKS = true, OP_BESIDE_RESIDENTS = true, RESIDENTS = true, HOMELESS = true }
 
 --- Handles the error of a step that cannot be planned. If smaller chunks may help, returns the fraction of an op's
---- chunks for which there is room. Otherwise returns nil and appends the reason to the error. The reason is that
---- smaller chunks do not help, or that the configuration sets chunk_size.
+--- chunks for which there is room. If they do not help, or if the configuration sets chunk_size, returns nil and
+--- appends the reason to the error.
 ---@param engine ps.Engine
 ---@param problem any
 ---@return number?
 function finer.share(engine, problem)
   local sub = type(problem) == "table" and problem.sub
   if not ROOM[sub] then return nil end
-  -- HOMELESS: the last tier lacks room. In addition to other needs, the plan needs room there for two of the largest
-  -- chunks. Smaller chunks reduce only this need (src/chunk/resident.c).
+  -- HOMELESS: the last tier lacks room. The plan needs room in the last tier for two of the largest chunks, in addition
+  -- to its other needs. Smaller chunks reduce only the room for these two chunks (src/chunk/resident.c).
   if sub == "HOMELESS" and problem.lacking > 2 * chunk_bytes(largest_shared(engine)) then return nil end
   if engine.cfg.chunk_size then
     problem.msg = problem.msg .. "; a smaller chunk_size may also help"
@@ -167,7 +170,7 @@ function finer.share(engine, problem)
   if not split.next_size(engine.built.layout, 1) then
     return hopeless("each chunk already holds only one tensor")
   end
-    -- Parameters that other ranks own are gathered into buffers. The buffers are smaller if chunks are smaller.
+    -- Chunks that other ranks own are gathered into buffers. Smaller chunks need smaller buffers.
   if left <= 0 and engine.zero_stage < 3 and not resident then return hopeless("there is room for no chunk at all") end
   local least, name = least_set(engine, place_options(engine))
   if problem.tier == "host" and left > 0 and least > left then
@@ -179,10 +182,12 @@ function finer.share(engine, problem)
 end
 
 --- Replaces the model's layout. Chunks that are in both layouts do not move, and all values and states are kept. All
---- ranks must call it with the same layout, between steps and without gradients. Closes the engine if it fails.
+--- ranks must call this function with the same layout, between steps, while there are no gradients. If this function
+--- fails, it closes the engine.
 ---@param engine ps.Engine
 ---@param plan ps.layout.Layout
----@param told fun(problem: string): string returns the text of the error to raise, given the text of an error
+---@param told fun(problem: string): string returns the text of the error that is raised if this function fails;
+---  `problem` is the text of the original error
 ---@param turn? fun() called after the parameters have moved; may change the rows of built.list
 function finer.replace(engine, plan, told, turn)
   local built, optimizer, updates = engine.built, engine.optimizer, {}
@@ -203,8 +208,8 @@ function finer.replace(engine, plan, told, turn)
   error(coded and problem or text, 0)
 end
 
---- Replaces the model's layout by one with smaller chunks. All ranks must call it with the same `part`, between steps
---- and without gradients.
+--- Replaces the model's layout by a layout with smaller chunks. All ranks must call this function with the same `part`,
+--- between steps, while there are no gradients.
 ---@param engine ps.Engine
 ---@param part number the fraction of an op's chunks for which there is room
 function finer.split(engine, part)

@@ -1,20 +1,21 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Chooses the owner of each chunk if ranks share chunks (ZeRO, src/zero/shard.h). Chunks are assigned in the order of
--- the layout. Each chunk goes to the rank that has the fewest bytes so far. If all chunks are equal, chunk k thus goes
--- to rank k mod N. A stripe consists of adjacent chunks, at most one per rank, which are gathered or reduced together.
--- The functions are pure, so all ranks get the same result.
+-- Chooses the rank that owns each chunk, if ranks share chunks (ZeRO, src/zero/shard.h). Chunks are assigned in the
+-- order of the layout. Each chunk is assigned to the rank that has the fewest bytes so far. If all chunks have the same
+-- size, chunk k is assigned to rank k mod N, where N is the number of ranks. A stripe consists of adjacent chunks, at
+-- most one per rank, which are gathered or reduced together. The functions are pure, so all ranks get the same result.
 
 local share = {}
 
 ---@class ps.Share
----@field owner integer[] rank of each row of the layout
----@field stripe integer[] stripe of each row, from 0; all rows of a stripe are in one group
+---@field owner integer[] for each row of the layout, the rank that owns it
+---@field stripe integer[] for each row, the index of its stripe, from 0; all rows of a stripe are in one group
 ---@field stripes integer number of stripes
----@field bytes number[] total weight of each rank's rows, by rank from 1
+---@field bytes number[] by rank from 1, the total weight of the rank's rows
 
---- Groups rows that have owners into stripes. A stripe consists of adjacent rows of one group, at most one per rank.
+--- Divides rows that have owners into stripes. A stripe consists of adjacent rows of one group, at most one row per
+--- rank.
 ---@param rows {group: integer}[] in the order of the layout
----@param owner integer[] rank of each row
+---@param owner integer[] the rank that owns each row
 ---@return integer[] stripe of each row, from 0
 ---@return integer number of stripes
 function share.stripes(rows, owner)
@@ -35,8 +36,9 @@ end
 --- Assigns rows to ranks.
 ---@param rows {group: integer, numel: integer}[] in the order of the layout
 ---@param size integer number of ranks
----@param weight fun(row: table): number bytes that a row costs its owner
----@param bytes? number[] bytes that each rank has already, by rank from 1 (default: none); updated with the new rows
+---@param weight fun(row: table): number number of bytes that the owner of a row needs for the row
+---@param bytes? number[] by rank from 1, the number of bytes that the rank already has (default: 0); the bytes of the
+---  new rows are added to it
 ---@return ps.Share
 function share.out(rows, size, weight, bytes)
   local made = { owner = {}, bytes = bytes or {} }
@@ -51,7 +53,7 @@ function share.out(rows, size, weight, bytes)
   return made
 end
 
---- Returns by how much the bytes of the fullest rank exceed the mean over ranks, as a fraction of the mean.
+--- Returns (bytes of the fullest rank) / (mean over all ranks) - 1.
 ---@param made ps.Share
 ---@return number
 function share.imbalance(made)

@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Splits a layout (layout/pack.lua) into smaller chunks. The tensors of a large chunk are divided, in order, among
--- several chunks with the same owner. A chunk is not split if it is small enough or holds only one tensor. The
--- functions are pure, so all ranks get the same result.
+-- Splits a layout (layout/pack.lua) into smaller chunks. The tensors of a large chunk are divided among several new
+-- chunks, in the same order. The new chunks have the owner of the large chunk. A chunk is not split if it is small
+-- enough or holds only one tensor. The functions are pure, so all ranks get the same result.
 local pack = require "ps.engine.layout.pack"
 
 local split = {}
 
 local UNIT = pack.UNIT
-local AT_MOST = 0.75  -- largest ratio of the next size to the present size, so that few tries reach any size
+local AT_MOST = 0.75  -- maximum of (next size) / (present size), so that a few tries reach any size
 
---- Returns the next chunk size to try. It is a fraction of the size of the largest chunk that can be split. The
---- fraction is the smaller one of `share` and AT_MOST. Returns nil if no chunk can be split.
+--- Returns the next chunk size to try. It is the size of the largest chunk that can be split, times the smaller of
+--- `share` and AT_MOST. Returns nil if no chunk can be split.
 ---@param made ps.layout.Layout
 ---@param share number the fraction of an op's chunks for which there is room
 ---@return integer?
@@ -23,13 +23,13 @@ function split.next_size(made, share)
   return math.max(UNIT, math.floor(most * math.min(share, AT_MOST) / UNIT) * UNIT)
 end
 
---- Packs some tensors of a chunk into new chunks with the same group and owner. The first new chunk keeps the index of
---- `chunk`.
+--- Packs some of a chunk's tensors into new chunks, which belong to the same group and the same owner. The first new
+--- chunk has the index of `chunk`.
 ---@param chunk ps.layout.Chunk
----@param group ps.layout.Group the group in the new layout; counts the new chunks
+---@param group ps.layout.Group the group in the new layout; its number of chunks is updated
 ---@param tensors {index: integer}[] entries of chunk.tensors, in order
----@param numel integer[] number of elements of each tensor, by the tensor's `index` in chunks
----@param size integer elements, a multiple of UNIT
+---@param numel integer[] by a tensor's `index`, its number of elements
+---@param size integer chunk size in elements, a multiple of UNIT
 ---@return ps.layout.Chunk[]
 function split.pieces(chunk, group, tensors, numel, size)
   local entries = {}
@@ -40,17 +40,17 @@ function split.pieces(chunk, group, tensors, numel, size)
   for k, piece in ipairs(made) do
     for _, at in ipairs(piece.tensors) do at.index = tensors[at.index].index end
     piece.group, piece.owner = chunk.group, chunk.owner
-    piece.index = k == 1 and chunk.index or group.chunks      -- no other chunk of the group has this index
+    piece.index = k == 1 and chunk.index or group.chunks      -- this index is not used by another chunk of the group
     group.chunks = group.chunks + (k == 1 and 0 or 1)
   end
   return made
 end
 
---- Splits chunks of more than `size` elements. A chunk that is not split keeps its Lua table. New chunks have the owner
---- of the old chunk.
+--- Splits chunks that have more than `size` elements. A chunk that is not split keeps its Lua table. The new chunks
+--- have the owner of the chunk that was split.
 ---@param made ps.layout.Layout
----@param numel integer[] number of elements of each tensor, by the tensor's `index` in chunks
----@param size integer elements, a multiple of UNIT
+---@param numel integer[] by a tensor's `index`, its number of elements
+---@param size integer chunk size in elements, a multiple of UNIT
 ---@return ps.layout.Layout
 function split.chunks(made, numel, size)
   local new = { chunk_size = size, groups = {}, chunks = {}, numel = 0, used = made.used }

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Gives the model a new layout after frozen parameters were thawed. This happens before the next step
--- (engine/plan/begin.lua), or before a checkpoint is saved or loaded. Each chunk with thawed parameters is replaced by
--- chunks that train and by a chunk with its parameters that are still frozen. Other chunks do not move. The master of a
--- thawed parameter starts with the parameter's value, and its optimizer state with zeros. All ranks make the same
--- layout, because it depends only on the old layout and on the parameters.
+-- Replaces the layout of the model after frozen parameters were thawed. This happens before the next step
+-- (engine/plan/begin.lua), or before a checkpoint is saved or loaded. If a chunk contains thawed parameters, these
+-- parameters move into new chunks that train. Its other parameters stay frozen and move into another new chunk. Other
+-- chunks do not move. The master of a thawed parameter is initialized with the parameter's value, and its optimizer
+-- state with zeros. All ranks make the same layout, because it depends only on the old layout and on the parameters.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local native = require "ps.core.ffi"
@@ -27,8 +27,8 @@ local thaw = {}
 
 local info = ffi.new("ps_tier_info")
 
--- Returns two lists for this rank's thawed parameters, in the order of the layout: the entries for pack.pack, and the
--- rows of the parameters.
+-- Returns two lists about this rank's thawed parameters, in the order of the layout. The first list contains their
+-- entries for pack.pack. The second list contains their rows.
 local function entries_of(engine, thawed, where)
   local built, group_of, tables, entries, rows = engine.built, {}, {}, {}, {}
   for _, chunk in ipairs(built.layout.chunks) do
@@ -46,14 +46,15 @@ local function entries_of(engine, thawed, where)
   return entries, rows
 end
 
--- Assigns each new chunk that trains to the rank whose trained chunks have the fewest bytes.
+-- Chooses the owners of the new chunks that train. Each chunk is assigned to the rank whose trained chunks have the
+-- fewest bytes so far.
 local function share_out(plan, fresh, shards, state_bytes)
   if not shards then return end
   local bytes = {}
   for rank = 1, shards.size do bytes[rank] = 0 end
   local function weight(chunk) return chunk.numel * pack.state_bytes(plan.groups[chunk.group], state_bytes) end
   for _, chunk in ipairs(plan.chunks) do
-    if plan.groups[chunk.group].trains and chunk.owner then            -- fresh chunks have no owner yet
+    if plan.groups[chunk.group].trains and chunk.owner then            -- new chunks have no owner yet
       bytes[chunk.owner + 1] = bytes[chunk.owner + 1] + weight(chunk)
     end
   end
@@ -61,7 +62,8 @@ local function share_out(plan, fresh, shards, state_bytes)
   for i, chunk in ipairs(fresh) do chunk.owner = made.owner[i] end
 end
 
--- Returns chunks for the parameters of `chunk` that are still frozen. The first of them keeps the index of `chunk`.
+-- Returns chunks for the parameters of `chunk` that are still frozen. The first of these chunks keeps the index of
+-- `chunk`.
 local function still_frozen(chunk, group, thawed, numel, size)
   local frozen = {}
   for _, at in ipairs(chunk.tensors) do if not thawed[at.index] then frozen[#frozen + 1] = at end end
@@ -69,7 +71,8 @@ local function still_frozen(chunk, group, thawed, numel, size)
   return split.pieces(chunk, group, frozen, numel, size)
 end
 
--- Returns the new layout and the chunks of the thawed parameters, which `entries` and `rows` describe (entries_of).
+-- Returns the new layout, and the new chunks of the thawed parameters. `entries` and `rows` are the results of
+-- entries_of.
 local function layout_of(built, thawed, entries, rows)
   local was, numel = built.layout, {}
   local new = { chunk_size = was.chunk_size, groups = {}, chunks = {}, numel = 0, used = 0 }
@@ -93,7 +96,7 @@ local function layout_of(built, thawed, entries, rows)
   for _, chunk in ipairs(made.chunks) do
     chunk.group = first_group + chunk.group
     for _, at in ipairs(chunk.tensors) do at.index = rows[at.index].index end
-    local at = #new.chunks + 1                                 -- position before the first chunk that is used later
+    local at = #new.chunks + 1                                 -- position of the first chunk that is used after `chunk`
     for i, other in ipairs(new.chunks) do
       if other.tensors[1].index > chunk.tensors[1].index then
         at = i
@@ -135,7 +138,8 @@ end
 --- Prepares a layout in which the thawed parameters train. Raises an error if they cannot train or if there is no room.
 ---@param engine ps.Engine
 ---@return string? names the names of the thawed parameters, one per line, or nil if there are none
----@return fun()? replace replaces the present layout; all ranks must call it, between steps and without gradients
+---@return fun()? replace replaces the present layout; all ranks must call it between steps, while there are no
+---  gradients
 function thaw.prepare(engine)
   local list, built = trained.thawed(engine), engine.built
   if #list == 0 then return nil end
@@ -144,7 +148,7 @@ function thaw.prepare(engine)
     adopt.check_thawed(engine, row.name)
     if row.index then
       options.check_parameter(row.name, row.param)
-      thawed[row.index] = true                                 -- by index in the layout
+      thawed[row.index] = true                                 -- the key is the index in the layout
     end
     names[i] = row.name
   end

@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Counts the costs of a model's parts (ps.nn.parts) in one forward of the whole model on the device "meta". The costs
--- of a part are the floating-point operations of its forward and of both halves of its backward, its bytes, the number
--- of its dropouts, and the tensors that it passes to the next part. Nothing is computed, so models of any size can be
--- counted, with or without data.
+-- Counts the costs of a model's parts (ps.nn.parts). To do so, runs one forward of the whole model on the device
+-- "meta", which computes no values. Therefore models of any size can be counted, with or without data. The costs of a
+-- part are its floating-point operations (of its forward and of both halves of its backward), its size in bytes, the
+-- number of its dropouts, and the tensors that it passes to the next part.
 --
--- As in ps_op_cost, the multiplications and additions of products and of attention are counted. Backward has the halves
--- that schedules use: INPUT computes the gradients of a part's inputs, and WEIGHT the gradients of its parameters. For
--- each input that requires a gradient, a product costs as much in backward as in forward. The backward of attention
--- costs 2.5 times as much as its forward, because backward computes the scores again.
+-- The operations are the multiplications and additions of products and of attention, as in ps_op_cost. Backward
+-- consists of two halves, which schedules use. INPUT computes the gradients of a part's inputs. WEIGHT computes the
+-- gradients of a part's parameters. The backward of a product costs as much as its forward, for each input that
+-- requires a gradient. The backward of attention costs 2.5 times as much as its forward, because backward computes the
+-- scores again.
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
@@ -26,20 +27,21 @@ local count = {}
 
 ---@class ps.engine.PartCost
 ---@field name string
----@field forward number floating-point operations of its forward for one micro-batch
----@field input number floating-point operations for the gradients of its inputs
----@field weight number floating-point operations for the gradients of its parameters
----@field numel integer number of elements of its parameters
----@field nbytes integer size in bytes of its parameters, in the dtypes in which they compute
----@field activations integer bytes that its forward keeps for its backward, including its outputs; 0 if it frees more
---- bytes of other parts than it keeps
----@field dropouts integer number of its ops that draw dropout masks
----@field first_dropout integer number of dropouts in all parts before it
----@field trains boolean whether one of its parameters trains
----@field carry ps.engine.Carry[] the tensors that it passes to the next part; empty for the last part
----@field carry_nbytes integer size in bytes of these tensors
+---@field forward number floating-point operations of the part's forward for one micro-batch
+---@field input number floating-point operations for the gradients of the part's inputs
+---@field weight number floating-point operations for the gradients of the part's parameters
+---@field numel integer number of elements of the part's parameters
+---@field nbytes integer size in bytes of the part's parameters, in the dtypes in which they are used in ops
+---@field activations integer number of bytes that the part's forward keeps for its backward, including the outputs; 0
+---  if the forward frees more bytes of other parts than it keeps
+---@field dropouts integer number of the part's ops that draw dropout masks
+---@field first_dropout integer number of dropouts in all earlier parts
+---@field trains boolean true if at least one of the part's parameters trains
+---@field carry ps.engine.Carry[] the tensors that the part passes to the next part; empty for the last part
+---@field carry_nbytes integer total size in bytes of the tensors in `carry`
 ---@field out? ps.engine.Carry[] outputs of the last part; nil in other parts
----@field uses string[] names of the parameters and buffers that its ops read; a tied tensor has its first name
+---@field uses string[] names of the parameters and buffers that the part's ops read; a tied tensor is listed under its
+---  first name
 ---@field region? {on: boolean, shape: integer[]} the state of the tensor-parallel region before the part
 
 ---@class ps.engine.Carry
@@ -47,12 +49,12 @@ local count = {}
 ---@field shape integer[]
 ---@field dtype string
 ---@field nbytes integer
----@field needs_grad boolean whether the next part returns a gradient for it
+---@field needs_grad boolean true if the backward of the next part returns a gradient of this tensor
 
 -- -- ops ------------------------------------------------------------------------------------------------------------
--- Returns whether a gradient reaches t.
+-- Returns true if backward computes a gradient of t.
 local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, C.PS_T_REQUIRES_GRAD) ~= 0) end
--- Returns whether t is a leaf, like a parameter.
+-- Returns true if t is a leaf. Parameters are leaves.
 local function is_leaf(t) return t.node == nil end
 
 -- Returns a number that is equal for tensors that share a storage.
@@ -60,8 +62,8 @@ local function storage_of(t) return tonumber(native.ffi.cast("uintptr_t", t.stor
 
 local function size(t, d) return tonumber(t.shape_[d < 0 and t.ndim + d or d]) end
 
--- Adds a product of `flops` operations to a cost. Each given input that requires a gradient adds `flops` operations to
--- backward.
+-- Adds the cost of a product with `flops` operations. The further arguments are inputs. Each input that requires a
+-- gradient adds `flops` operations to backward.
 local function product(cost, flops, ...)
   cost.forward = cost.forward + flops
   for i = 1, select("#", ...) do
@@ -83,10 +85,10 @@ local function attention(cost, flops, ...)
   end
 end
 
--- Functions that add the operations of an op to a cost, by op name. Their arguments are the cost, `flops`, the op's
--- inputs `x` (from 0) and its attributes `a`. `flops` is the result of ps_op_cost for the outputs that Lua gets. An
--- lm_loss that computes gradients in its forward therefore counts as one product. An op with the flag PRODUCT in
--- ops.def counts as one product of its first two inputs.
+-- COSTS contains functions by op name. Each function adds the operations of an op to a cost. Its arguments are the
+-- cost, `flops`, the op's inputs `x` (from 0) and its attributes `a`. `flops` is the result of ps_op_cost for the
+-- outputs that Lua gets. Therefore an lm_loss that computes gradients in its forward counts as one product. If an op
+-- has the flag PRODUCT in ops.def, it counts as one product of its first two inputs, and needs no function here.
 local COSTS = {
   mlp = function(cost, flops, x, a)                                               -- [N, I] -> [N, H] -> [N, O]
     local inner, outer = size(x[0], -1), size(x[3], a.out_in ~= 0 and 0 or 1)
@@ -98,7 +100,7 @@ local COSTS = {
   attention = function(cost, flops, x) attention(cost, flops, x[0], x[1], x[2]) end,
   attention_packed = function(cost, flops, x) attention(cost, flops, x[0]) end,
 }
-local COST_OF = {}                                                                -- entries of COSTS by op code
+local COST_OF = {}                                                                -- functions like COSTS, by op code
 for op, row in pairs(native.op_info) do
   if row.flags:find "PRODUCT" then
     COST_OF[op] = function(cost, flops, x) product(cost, flops, x[0], x[1]) end
@@ -106,7 +108,7 @@ for op, row in pairs(native.op_info) do
 end
 for name, fn in pairs(COSTS) do COST_OF[C["PS_OP_" .. name]] = fn end
 
--- Observes ops while they run (E.recorder).
+-- Observes ops while they run (see E.recorder).
 local Watch = {}
 Watch.__index = Watch
 function Watch:begin(op, n_in, ins, attrs)
@@ -129,8 +131,8 @@ function Watch:empty() end                                                      
 function Watch:copied() end                                                       -- luacheck: ignore 212
 
 -- -- models ---------------------------------------------------------------------------------------------------------
---- Replaces tensors of modules by zeros. An fp32 parameter gets zeros of the dtype in which it computes. The returned
---- function put_back restores the old tensors.
+--- Replaces the tensors of modules by zeros. An fp32 parameter is replaced by zeros of the dtype in which ops use the
+--- parameter. The returned function put_back restores the old tensors.
 ---@param places ps.nn.PartTensor[]
 ---@param device string
 ---@param precision? string
@@ -152,7 +154,7 @@ function count.stand_in(places, device, precision)
   return function() for _, at in ipairs(places) do registry.put(at.owner, at.key, at.tensor) end end
 end
 
---- Returns all tensors of a model, or of one of its parts, in the form that count.stand_in takes.
+--- Returns all tensors of a model, or of one of its parts, as the list that count.stand_in needs.
 ---@param model ps.nn.Module
 ---@param part? ps.nn.Part
 ---@param more? string[] names of further parameters of the model
@@ -163,7 +165,7 @@ function count.places_of(model, part, more)
   return places
 end
 
--- Returns a copy of the arguments with all tensors on meta, including tensors in tables.
+-- Returns a copy of the arguments in which all tensors, including tensors in tables, are on the device "meta".
 local function arguments_on_meta(value)
   if scope.is_tensor(value) then return create.empty(value:shape(), { dtype = value:dtype(), device = "meta" }) end
   if type(value) ~= "table" then return value end
@@ -177,7 +179,7 @@ local function used()
   return views.memory("meta").used
 end
 
--- Returns the carry of a part as a list that is sorted by name, and its size in bytes.
+-- Returns the tensors that a part passes to the next part, as a list sorted by name, and their total size in bytes.
 local function carry_of(part, carry)
   if type(carry) ~= "table" then
     error(("part %s returned a %s; a part's forward must return a table of tensors"):format(part.name, type(carry)), 0)
@@ -197,7 +199,8 @@ local function carry_of(part, carry)
   return list, nbytes
 end
 
---- Adds the elements and bytes of a part's parameters to its cost, and sets cost.trains if one of them trains.
+--- Adds the number of elements and bytes of a part's parameters to the part's cost. Sets cost.trains if at least one of
+--- these parameters trains.
 ---@param model ps.nn.Module
 ---@param part ps.nn.Part
 ---@param cost ps.engine.PartCost
@@ -212,8 +215,8 @@ function count.add_parameters(model, part, cost)
   end)
 end
 
--- Returns a text that is equal for parts with the same modules, sizes and operations. Parts with equal texts keep the
--- same number of bytes for backward.
+-- Returns a text that is equal for parts that have the same modules, sizes and operations. If two parts have equal
+-- texts, they keep the same number of bytes for backward.
 local function likeness(part, cost)
   local said = {}
   for _, module in ipairs(part.modules or {}) do said[#said + 1] = tostring(module) end
@@ -226,7 +229,7 @@ local function likeness(part, cost)
   return table.concat(said, "\n")
 end
 
---- Returns the first names of a model's parameters and buffers.
+--- Returns the names of a model's parameters and buffers. A tied tensor has the first of its names.
 ---@param module ps.nn.Module
 ---@param key_of fun(t: ps.Tensor): any returns equal keys for tensors that count as one
 ---@return table<any, string> names by key
@@ -241,8 +244,8 @@ function count.first_names(module, key_of)
   return name_of
 end
 
--- Runs one forward of all parts. If the index of a part is in `measured`, also measures the bytes that the part keeps,
--- by collecting garbage before and after it.
+-- Runs one forward of all parts. For each part whose index is in `measured`, also measures the bytes that the part
+-- keeps. For this purpose, collects garbage before and after the part.
 local function pass(module, args, measured, cached)
   local list, rng = parts.of(module), random.state()
   local watch = setmetatable({ name_of = count.first_names(module, storage_of), used = {} }, Watch)
@@ -268,8 +271,8 @@ local function pass(module, args, measured, cached)
   return costs
 end
 
--- Counts the costs of all parts. Measures kept bytes only for the first part of each kind, because most parts of a
--- model are equal and collecting a large model's garbage is slow.
+-- Counts the costs of all parts. Measures the kept bytes only for the first part of each kind. Most parts of a model
+-- are equal, and collecting the garbage of a large model is slow.
 local function run(module, args, carries, cached)
   local list, costs = parts.of(module), pass(module, args, {}, cached)
   if carries then return costs end
@@ -288,15 +291,15 @@ end
 
 --- Counts the costs of a model's parts for one micro-batch.
 ---@param module ps.nn.Module with parts()
----@param args any[] the model's arguments: tensors with a micro-batch's shapes, on any device
----@param precision? "fp32"|"bf16"|"fp16" the dtype in which fp32 parameters compute (default fp32)
----@param carries? boolean if true, counts the tensors between parts, but not `activations`. Measuring `activations`
----  requires a garbage collection before and after each part
+---@param args any[] the model's arguments; their tensors have the shapes of a micro-batch, on any device
+---@param precision? "fp32"|"bf16"|"fp16" the dtype in which ops use fp32 parameters (default fp32)
+---@param carries? boolean if true, does not measure `activations`, which requires a garbage collection before and after
+---  each part
 ---@param cached? boolean if true, counts a step of generate with cached keys and values (the batch has cached = true).
 ---  Requires `carries`
 ---@return ps.engine.PartCost[]
 function count.parts(module, args, precision, carries, cached)
-  parts.of(module)                      -- raises an error about a wrong list of parts before tensors are replaced
+  parts.of(module)                      -- raises an error if the list of parts is wrong, before tensors are replaced
   local put_back = count.stand_in(count.places_of(module), "meta", precision)
   local restore, was = random_state.keep(), native.recorder
   local ok, result = pcall(scope.scope, scope.enable_grad, run, module, args, carries, cached)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The driver of a model that is cut into stages. It runs the loops over the micro-batches of a step or of an
--- evaluation, and the forwards of generate, at the pace of the script. A pipeline runs one loop or forward at a time.
--- Its ranks check that all of them begin the same loop or forward. engine/step/table.lua describes the interface of
--- drivers, and engine/pipeline/row.lua runs a row of actions.
+-- evaluation. It also runs the forwards of generate. The script decides when the next iteration or forward runs. A
+-- pipeline runs one loop or forward at a time. The ranks of the pipeline check that all ranks begin the same loop or
+-- forward. engine/step/table.lua describes the interface of drivers, and engine/pipeline/row.lua runs a row of actions.
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local module_hooks = require "ps.nn.hooks"
@@ -23,12 +23,12 @@ local C = native.C
 local FORWARD = C.PS_ACT_FORWARD
 
 ---@class ps.engine.RowDriver: ps.engine.Driver
----@field pipe ps.engine.Pipe the row of actions that it performs
+---@field pipe ps.engine.Pipe the row of actions that this driver performs
 local Driver = { in_loops = true }
 Driver.__index = Driver
 
--- Functions that perform an action in Lua, by the action's kind. C performs all other actions. `v` is the virtual stage
--- and `micro` is the micro-batch, both from 0.
+-- Functions by the kind of an action. Each function performs an action in Lua. C performs all other actions. `v` is the
+-- virtual stage and `micro` is the micro-batch, both from 0.
 Driver.work = {
   [FORWARD] = function(engine, v, micro) return engine.run(engine.driver.forward, engine.driver, v, micro) end,
   [C.PS_ACT_NORM] = table_driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = table_driver.work[C.PS_ACT_UPDATE],
@@ -49,8 +49,8 @@ function Driver:forward(v, micro) return self.pipe:forward(v, micro) end
 function Driver:fingerprint() return self.pipe:fingerprint() end
 
 -- -- performing a row -------------------------------------------------------------------------------------------------
--- Returns the next event of the row (Pipe:next). C first performs the backwards, weight gradients and reductions that
--- the row has before this event.
+-- Returns the next event of the row (Pipe:next). Before it returns, C performs the backwards, weight gradients and
+-- reductions that precede this event in the row.
 local function next_event(engine, s, pipe)
   local report = engine.report
   local ok, kind, v, micro = pcall(pipe.next, pipe)
@@ -61,7 +61,7 @@ local function next_event(engine, s, pipe)
   return kind, v, micro
 end
 
--- Repeats the work of the recompute segment at which C's backward walk stopped.
+-- Runs the forward of a recompute segment again. C's backward walk has stopped at this segment.
 local function resume(engine, pipe, factor)
   local ok, problem = pcall(scope.resume, pipe:segment(), factor)
   if not ok then actions.fail(engine, problem) end
@@ -94,7 +94,7 @@ local function advance(self, dry, before)
   end
 end
 
--- Passes the settings of the row's last backwards to C.
+-- Passes the settings for the last backwards of the row to C.
 local function set_last(self, dry) self.pipe:set_last(overlap.backward(self.engine, 0, true, dry)) end
 
 -- Performs the row of a step up to its next yield.
@@ -120,13 +120,14 @@ end
 function Driver:end_dry() return self.pipe:drop_dry() end
 
 -- -- beginning --------------------------------------------------------------------------------------------------------
--- Returns all micro-batches of a loop, which a pipeline needs before the first iteration.
+-- Returns all micro-batches of a loop. A pipeline needs all of them before the first iteration.
 local function all_of(engine, loop)
   local micros = { n = loop.count }
   for i = 1, loop.count do
     local given, rng = loop.take(i), random.state()
     given = hooks.ask("batch", engine, given) or given
-    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end    -- the loader frees none of them
+    -- the loader then frees no tensor of the batch
+    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end
     micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
       sample = tonumber(rng.sample), op = tonumber(rng.op), targets = batch.targets(engine.module, given) or false }
   end
@@ -142,8 +143,8 @@ end
 
 local SECOND = "a loop over micro-batches began within another loop"
 
--- Describes a loop over a pipeline, for errors. The text mentions `gather`, because ranks with `gather` would wait for
--- ranks without it.
+-- Returns a description of a loop over a pipeline, for errors. It mentions `gather`, because ranks with `gather` would
+-- wait for ranks without `gather`.
 local function said(what, loop)
   return ("%s of %d micro-batches%s"):format(what, loop.count, loop.gather and " with gather = true" or "")
 end
@@ -155,7 +156,7 @@ local function check_hooks(engine)
     :format(engine.module.class_name))
 end
 
--- Begins a step. Passes the micro-batches of the step's loop to the pipeline.
+-- Begins a step, and passes the micro-batches of the step's loop to the pipeline.
 local function enter(self, loop)
   local engine, pipe = self.engine, self.pipe
   check_free(self, SECOND)
@@ -168,7 +169,8 @@ end
 
 function Driver:compare(what) self.pipe:compare_begin(what) end
 
---- Raises an error if generate is called within a loop over micro-batches, or if another rank begins another call.
+--- Raises an error if generate is called within a loop over micro-batches, or if another rank has begun something else
+--- than generate.
 function Driver:begin_generate()
   check_free(self, "model:generate was called within a loop over micro-batches")
   self.pipe:compare_begin "generate"
@@ -213,8 +215,8 @@ function Driver:look(loop)
   end)
 end
 
---- Runs a forward of all stages for generate. All rows form one micro-batch, because on the CPU a product of fewer rows
---- has a result with different bits. All ranks must call it.
+--- Runs a forward of all stages for generate. All rows are in one micro-batch, because on the CPU, a product of fewer
+--- rows has different bits. All ranks must call this function.
 ---@param ids ps.Tensor int [R, n], on the device
 ---@param given table the batch that the parts read, including ids
 ---@return table<string, ps.Tensor>? output of the last part, on the rank of the last stage; nil on other ranks
@@ -227,7 +229,8 @@ function Driver:once(ids, given)
     pipe:begin(nil)
     repeat until pipe:look() == nil
   end)
-  pipe.micros = false                                        -- the batch holds the caches
+  -- micros would keep the batch, which contains the caches, alive
+  pipe.micros = false
   if ok then return micros[0].out end
   pipe:abandon(problem)
   error(problem, 0)
@@ -244,10 +247,10 @@ function Driver:weight(weight, last)
   return total
 end
 
--- Returns true, since each virtual stage updates its parameters after its own last backward.
+-- Returns true, because each virtual stage updates its parameters after its own last backward.
 function Driver:overlaps() return true end
 
--- Stores the loss from which the backward walk will begin. The row continues with the next iteration.
+-- Stores the loss at which the backward walk will begin. The row continues with the next iteration.
 function Driver:backward(loss, weight, factor)
   self.pipe:mark(weigh.root(self.engine, loss, weight, factor), weight, factor)
 end
