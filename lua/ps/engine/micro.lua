@@ -140,11 +140,9 @@ local function split_rows(self, given)
 end
 
 --- Returns a loop over the micro-batches of a step: `for out in model:micro_batches(x, y) do`. The batch can be given
---- in three ways:
----   x, y       y[i] is the target of x[i]
----   a table    the tensors of the batch by name ({ input_ids =, labels =, ... })
----   a loader   the loop reads one batch from the loader for each micro-batch
---- A step has gradient_accumulation_steps micro-batches, or fewer if the batch has fewer rows. If
+--- in three ways. If it is given as x and y, y[i] is the target of x[i]. It can be a table that contains the tensors by
+--- name ({ input_ids =, labels =, ... }). If a loader is given, the loop reads one batch for each micro-batch from the
+--- loader. A step has gradient_accumulation_steps micro-batches, or fewer if the batch has fewer rows. If
 --- gradient_accumulation_steps is not set, a micro-batch has train_micro_batch_size_per_gpu rows. If that setting is
 --- also absent, a micro-batch has one row.
 ---

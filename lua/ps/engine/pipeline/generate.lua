@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- model:generate for a model that is cut into stages, or whose layers are shared by several ranks. All ranks call it
--- with the same request and get the same ids. ps/pretrained/generate.lua runs on every rank with a stand-in for the
--- model. The stand-in has the module's fields and the functions below.
+-- model:generate for a model that is cut into stages, or whose layers are shared by several ranks. All ranks call
+-- model:generate with the same request, and get the same ids. Every rank runs ps/pretrained/generate.lua with a
+-- stand-in instead of the model. The stand-in has the fields of the module and the functions of ps.engine.Staged.
 --
 -- In a pipeline, each token needs a forward through all stages. Each stage keeps the keys and values of its own layers.
 -- All ranks receive the logits of the last stage and choose the same token. Ranks that share layers keep the keys and
@@ -31,8 +31,8 @@ local function next_logits(engine, ids, at)
   return pipe.group:broadcast(logits, pipe.stages.ranks[pipe.n])
 end
 
--- Returns the groups of ranks that must advance together. A rank is in one group of each kind. ZeRO stage 3 gathers
--- parameters among ranks with different rows, so these ranks must advance together, too.
+-- Returns the groups of this rank whose ranks must generate each token together. In ZeRO stage 3, ranks with different
+-- rows gather parameters from each other, so all ranks must generate each token together.
 local function groups_of(engine)
   if engine.zero_stage == 3 then return { mesh.group "world" } end
   local list = { mesh.group "pp" }
@@ -40,8 +40,9 @@ local function groups_of(engine)
   return list
 end
 
--- Runs call(group, fn) with the first group. For each further group, runs `call` with a function that makes the
--- previous call. In this way, all ranks of all groups get the same result.
+-- Nests the calls for all groups. The innermost call is call(group, fn) with the first group. Each further group calls
+-- `call` with a function that makes the call for the previous group. In this way, all ranks of all groups get the same
+-- result.
 local function among(groups, call, fn)
   for _, group in ipairs(groups) do
     local inner = fn
@@ -85,7 +86,7 @@ local function staged(engine)
   end })
 end
 
---- Generates with an engine whose model several ranks share.
+--- Generates with an engine of which several ranks share the model.
 ---@param engine ps.Engine
 ---@param ... any the arguments of the module's generate
 ---@return integer[]|integer[][] ids

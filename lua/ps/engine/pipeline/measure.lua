@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures the seconds that a model's parts (ps.nn.parts) take on a device. One part of each kind runs forward and
--- backward a few times. Its tensors contain zeros, because the time of a product does not depend on values. Only one
--- part's tensors are in memory at a time.
+-- Measures how many seconds the parts of a model (ps.nn.parts) take on a device. One part of each kind runs forward and
+-- backward a few times. Its tensors contain zeros, because the time of a product does not depend on the values. Only
+-- the tensors of one part are in memory at a time.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local count = require "ps.engine.pipeline.count"
@@ -12,7 +12,7 @@ local process = require "ps.core.process"
 
 local measure = {}
 
-local TIMES = 3                           -- runs per part; the time of the fastest run is the result
+local TIMES = 3                           -- number of runs per part; the fastest run is the result
 
 -- Waits until the device has finished all its work.
 local function wait(t)
@@ -25,7 +25,7 @@ local function zeros(like, device)
   return t
 end
 
--- Returns the seconds of a part's forward and the seconds of its backward. `from` describes the tensors that the part
+-- Returns the times in seconds of a part's forward and of its backward. `from` describes the tensors that the part
 -- receives (ps.engine.Carry[]).
 local function run(part, from, batch, device)
   local carry = {}
@@ -43,7 +43,8 @@ local function run(part, from, batch, device)
   return middle - begin, process.now() - middle
 end
 
--- Returns the key of a part's kind. Parts with the same counted costs are of the same kind, which is measured once.
+-- Returns the key of a part's kind. Parts with equal counted costs are of the same kind. Only one part of each kind is
+-- measured.
 local function kind_of(cost)
   return ("%.17g %.17g %.17g %d"):format(cost.forward, cost.input, cost.weight, cost.numel)
 end
@@ -86,11 +87,11 @@ local function measured(module, costs, args, device, precision)
   return all
 end
 
---- Measures the seconds of a model's parts. The model may be without data. The seconds of a backward are divided
---- between `input` and `weight` in proportion to their counted operations.
+--- Measures how many seconds the parts of a model take. The model may be without data. The time of a backward is
+--- divided between `input` and `weight`, in proportion to the counted operations of `input` and `weight`.
 ---@param module ps.nn.Module
 ---@param costs ps.engine.PartCost[] the result of count.parts for these arguments
----@param args any[] the model's arguments, of which only the shapes matter
+---@param args any[] the model's arguments; only the shapes of the tensors matter
 ---@param device string
 ---@param precision? string
 ---@return {name: string, forward: number, input: number, weight: number}[] seconds

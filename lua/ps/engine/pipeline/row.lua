@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs the steps of a model that is cut into stages, on one rank. The schedule's table has a row for each rank. The row
--- gives the order in which the rank's virtual stages run forward and backward. C performs the row (src/pipe/exec.c),
--- including the transfers, the delayed weight gradients and the reductions. This file runs the model's code between
--- C's actions. engine/pipeline/driver.lua performs the forwards as actions of the step.
+-- Runs the steps of a model that is cut into stages, on one rank. The table of the schedule has a row for each rank.
+-- The row is the order in which the rank's virtual stages run forward and backward. C performs the row
+-- (src/pipe/exec.c). This includes the transfers, the delayed weight gradients and the reductions. Between the actions
+-- of C, this file runs the code of the model. engine/pipeline/driver.lua performs the forwards as actions of the step.
 local create = require "ps.tensor.create"
 local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"
@@ -34,11 +34,12 @@ local pipe = {}
 ---@field n integer number of virtual stages of the whole model
 ---@field rank integer index of this process among the stages
 ---@field size integer
----@field rows table<string, ps.engine.PipeRow> the rows made so far, by number of micro-batches and purpose
+---@field rows table<string, ps.engine.PipeRow> the rows that have been made so far; the key is the number of
+---  micro-batches and the purpose
 ---@field row ps.engine.PipeRow|false the current row
 ---@field how ffi.cdata* settings of the current forward
 ---@field event ffi.cdata* the current ps_pipe_event
----@field n_out integer number of tensors in `carried` that the current forward returned
+---@field n_out integer number of tensors that the current forward has put into `carried`
 ---@field counts table<string, ps.engine.PartCost[]> costs of the parts, by the signature of a micro-batch
 ---@field micros ps.engine.PipeMicro[]|false micro-batches of the current loop, by index from 0
 ---@field first_key? string PipeMicro.key of the first micro-batch of the current loop, or of the last loop
@@ -46,34 +47,35 @@ local pipe = {}
 --- (trained.text)
 ---@field seed ffi.cdata*|number seed of random numbers when the current loop began
 ---@field count integer number of micro-batches of the current loop
----@field tells boolean whether listeners are called before and after each action of the current step
----@field performed? integer number of micro-batches that the last dry run performed; for the other micro-batches, it
---- repeated the effects of these
+---@field tells boolean true if listeners are called before and after each action of the current step
+---@field performed? integer number of micro-batches that the last dry run performed; for the remaining micro-batches,
+---  the dry run repeated the effects of the performed micro-batches
 ---@field marked integer number of micro-batches for which the script has called backward
----@field total number sum of the weights of these micro-batches
+---@field total number sum of the loss weights of the marked micro-batches
 local Pipe = {}
 Pipe.__index = Pipe
 
 ---@class ps.engine.PipeRow
 ---@field c ffi.cdata* ps_pipe, the executor
 ---@field table ps.pipe.Table the table with transfers
----@field actions table[] {kind, index of the virtual stage among this rank's, micro-batch}
----@field keys table<integer, string> by micro-batch: the PipeMicro.key for which C expects carries
+---@field actions table[] {kind, index of the virtual stage among the virtual stages of this rank, micro-batch}
+---@field keys table<integer, string> by micro-batch, the PipeMicro.key whose carries C expects
 ---@field whole boolean true if a dry run must perform each micro-batch, because micro-batches have different effects
 
 ---@class ps.engine.PipeMicro
----@field key string its signature
+---@field key string signature of the micro-batch (its shapes and types)
 ---@field given any[] the model's arguments
 ---@field args any[] the model's arguments on the device
 ---@field batch table|nil the batch that the parts read, or nil if batch_of makes it from `args`
----@field number integer its index in the loop, from 0
----@field sample integer index of its first sample
----@field op integer index of its first dropout
+---@field number integer index of the micro-batch in the loop, from 0
+---@field sample integer index of the micro-batch's first sample
+---@field op integer index of the micro-batch's first dropout
 ---@field targets ps.Targets|false
----@field loss number|nil its loss, set at its yield
----@field out table|nil output of the last virtual stage; set on the rank of that stage until the script's backward
+---@field loss number|nil the loss of the micro-batch, which is set at its yield
+---@field out table|nil output of the last virtual stage; on the rank of the last virtual stage, set until the script
+---  calls backward
 
-local MICROS_A_STAGE = 4  -- micro-batches per stage that the cut assumes if the configuration sets no number
+local MICROS_A_STAGE = 4  -- number of micro-batches per stage that the cut assumes if the configuration sets no number
 local ROOM = C.PS_PIPE_CARRY
 -- kinds of actions that a step counts, by their names in tables
 local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
@@ -85,7 +87,7 @@ local pipe_out = ffi.new("ps_pipe *[1]")
 local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
 local carried, expected = pointer_array(ROOM), shape_array(ROOM)
 
--- Returns the table of a schedule without transfers.
+-- Returns the table of a schedule. The table contains no transfers yet.
 local function new_table(cut, size, micros, forward_only)
   return pipe_table.table { schedule = cut.schedule, stages = size, virtual_stages = cut.virtual_stages,
     micro_batches = micros, forward_only = forward_only }
@@ -104,7 +106,7 @@ end
 
 --- Checks that all ranks cut the same model in the same way. Then registers two sets of ranks with the engine: the
 --- ranks of the other stages, whose gradients count in a norm, and the ranks that have copies of tied parameters. All
---- ranks must call it before parameters are registered.
+--- ranks must call this function before parameters are registered.
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
 ---@param built ps.engine.Built
@@ -117,7 +119,7 @@ function pipe.join(module, stages, built)
     local part = group:split(ranks, "tied")
     among = #ranks > 1 and part or nil
   end
-  -- Frozen parameters count, since they may be thawed later.
+  -- Frozen parameters are included, because they may be thawed later.
   local numbers = #built.list + #built.elsewhere + #built.untrained
   native.check(C.ps_engine_stages(native.ctx, group.c, among and among.c, numbers))
 end
@@ -140,8 +142,8 @@ function Pipe:close()
 end
 
 -- -- before a step ----------------------------------------------------------------------------------------------------
--- Returns this rank's row of actions for a step of `micros` micro-batches, with its executor. Creates the row at the
--- first such call. All ranks must call it together.
+-- Returns this rank's row of actions for a step of `micros` micro-batches, with its executor. The first call for a
+-- number of micro-batches creates the row. All ranks must make this call together.
 local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
   local found = self.rows[key]
@@ -165,7 +167,7 @@ local function row_of(self, micros, forward_only)
   return found
 end
 
--- Returns whether this is a generate step with cached keys and values.
+-- Returns true if a micro-batch is a step of generate with cached keys and values.
 local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~= nil end
 
 local NO_EXAMPLE = "pipeline: the model was cut by parameter counts, since it was made before a batch was known: "
@@ -179,8 +181,8 @@ local function recount(self, args)
   self.stages:recount(engine.module, args, engine.precision)
 end
 
--- Returns the costs of the model's parts for micro-batches with the shapes of this one. The costs include the tensors
--- that each part passes to the next part.
+-- Returns the costs of the model's parts for micro-batches that have the shapes of `micro`. The costs include the
+-- tensors that each part passes to the next part.
 local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
@@ -194,7 +196,7 @@ local function counted(self, micro)
   return costs
 end
 
--- Registers with C the tensors that each virtual stage passes to the next one in a micro-batch.
+-- Tells C which tensors each virtual stage passes to the next virtual stage in a micro-batch.
 local function expect(self, row, micro)
   if row.keys[micro.number] == micro.key then return end
   local costs = counted(self, micro)
@@ -216,15 +218,15 @@ end
 
 --- Returns this rank's actions in a step of `micros` micro-batches: forwards, backwards and reductions.
 ---@param micros integer
----@return table[] actions {kind, index of the virtual stage among this rank's, micro-batch}
+---@return table[] actions {kind, index of the virtual stage among the virtual stages of this rank, micro-batch}
 function Pipe:actions(micros)
   local list = {}
   for i, action in ipairs(row_of(self, micros, false).actions) do list[i] = action end
   return list
 end
 
---- Stores the micro-batches of a loop. Also stores which parameters train, because this decides which gradients the
---- stages send back.
+--- Stores the micro-batches of a loop. Also stores which parameters train, because the gradients that stages send back
+--- depend on this.
 ---@param micros ps.engine.PipeMicro[] micro-batches by index from 0, and their number `n`
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
@@ -237,8 +239,8 @@ function Pipe:load(micros)
   self.first_key = micros[0].key
 end
 
---- Raises an error if a setting changed since an earlier iteration of the loop. The stages have already run ahead to
---- other micro-batches, so the results would depend on the schedule.
+--- Raises an error if a setting has changed since an earlier iteration of the loop. The stages have already begun later
+--- micro-batches, so the results would depend on the schedule.
 function Pipe:check_unchanged()
   local function refuse(what)
     caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages have run ahead to other "
@@ -258,7 +260,7 @@ function Pipe:check_unchanged()
   refuse(("parameter %s was %s"):format(names[at] or "?", trains:sub(at, at) == "0" and "frozen" or "thawed"))
 end
 
---- Returns a hash of the micro-batches. It must be equal on all stages of one model replica.
+--- Returns a hash of the micro-batches. The hash must be equal on all stages of one model replica.
 ---@return number
 function Pipe:fingerprint()
   local said = {}
@@ -269,10 +271,10 @@ function Pipe:fingerprint()
   return agree.text_hash(table.concat(said, " "))
 end
 
---- Checks that all ranks begin the same action, because otherwise they would wait for each other forever. All ranks
---- must call it.
+--- Checks that all ranks begin the same action. If they began different actions, they would wait for each other
+--- forever. All ranks must call this function.
 ---@param what string
----@param rows? boolean whether the micro-batches of all ranks must be equal, too
+---@param rows? boolean true if the micro-batches of all ranks must be equal, too
 function Pipe:compare_begin(what, rows)
   local texts = agree.texts(self.group, what .. "\n" .. (rows and self:fingerprint() or ""))
   for stage, text in ipairs(texts) do
@@ -289,10 +291,11 @@ function Pipe:compare_begin(what, rows)
   end
 end
 
--- Returns the range of micro-batches for which a dry run only repeats the effects of earlier ones (ps_pipe_repeat). The
--- two results are the first index and the index after the last one. The first PS_PIPE_PERFORMED micro-batches and the
--- last micro-batch are not in the range. The results are 0, 0 if the second micro-batch and the later ones, except the
--- last, do not all have the same shapes.
+-- Returns a range of micro-batches that a dry run does not perform. For these micro-batches, the dry run repeats the
+-- effects of performed micro-batches (ps_pipe_repeat). The results are the index of the first micro-batch in the range
+-- and the index after the last. The first PS_PIPE_PERFORMED micro-batches and the last micro-batch of the loop are
+-- always performed. The second to the second-last micro-batch must all have the same shapes. If they do not, returns 0,
+-- 0.
 local function repeated(self, row)
   local last = self.count - 1
   if row.whole or last <= C.PS_PIPE_PERFORMED then return 0, 0 end
@@ -316,14 +319,14 @@ function Pipe:begin(step, dry)
   self.row = row
 end
 
---- Passes to C the settings of the last backward of each virtual stage, or of its last weight gradients if these are
---- separate. Must be called before C reaches the first of these actions.
+--- Passes settings to C, which are for the last backward of each virtual stage. If weight gradients are separate, they
+--- are for the last weight gradients instead. Must be called before C reaches the first of these actions.
 ---@param how ffi.cdata* ps_action_how
 function Pipe:set_last(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
 
 --- Drops the row of a failed dry run, but keeps the micro-batches for another dry run.
----@return boolean again true if the dry run failed because micro-batches had different effects; the next dry run must
---- then perform each micro-batch
+---@return boolean again true if the dry run failed because micro-batches had different effects. The next dry run must
+---  then perform every micro-batch
 function Pipe:drop_dry()
   local row = self.row
   if not row then return false end
@@ -334,21 +337,21 @@ function Pipe:drop_dry()
   return differed
 end
 
---- Returns whether the due forward only repeats the effects of another micro-batch's forward. done() repeats them.
+--- Returns true if the next forward is not run. Instead, done() repeats the effects of another micro-batch's forward.
 ---@return boolean
 function Pipe:is_again() return self.event.again ~= 0 end
 
---- Reports to C that Lua's garbage collector has run in a dry run.
+--- Tells C that Lua's garbage collector has run during a dry run.
 function Pipe:collected() C.ps_pipe_collected(self.row.c) end
 
---- Abandons the row. The calls of other ranks fail with the reason `why`.
+--- Abandons the row. On other ranks, calls fail with the reason `why`.
 ---@param why any
 function Pipe:abandon(why)
   if self.row then C.ps_pipe_abort(self.row.c, tostring(why)) end
   self.row, self.micros = false, false
 end
 
--- Stores the loss, the weight and the hits of a micro-batch, which the ops of the last virtual stage counted. The
+-- Stores the loss, the weight and the hits of a micro-batch. The ops of the last virtual stage have counted them. The
 -- number `places` is not sent between ranks, because all ranks have the same batch.
 local function take_loss(micro, event)
   micro.loss = event.loss
@@ -358,12 +361,12 @@ local function take_loss(micro, event)
   micro.targets = { count = event.weight, places = math.max(places, event.weight) }
 end
 
---- Performs C's actions up to the next event for Lua. An event is a forward, a recompute segment or a yield. A
---- backward, weight gradients or a reduction is an event only if Lua has work to do before it (collects, tell). Returns
---- nil if the row has ended.
+--- Performs C's actions up to the next event that Lua must handle. Forwards, recompute segments and yields are events.
+--- A backward, weight gradients or a reduction is an event only if Lua must do something before the action (see
+--- collects() and tell()). Returns nil if the row has ended.
 ---@return integer? kind
----@return integer vstage of the model
----@return integer micro
+---@return integer vstage virtual stage of the model
+---@return integer micro the micro-batch, from 0
 function Pipe:next()
   local event = self.event
   local rc = C.ps_pipe_next(self.row.c, event)
@@ -375,17 +378,17 @@ function Pipe:next()
   self.row = false
 end
 
---- Returns whether Lua should collect garbage before the current event.
+--- Returns true if Lua should collect garbage before the current event.
 ---@return boolean
 function Pipe:collects() return self.event.collect ~= 0 end
 
---- Returns the id of the segment, function or hook at which the current event's backward walk stopped.
+--- Returns the id of the segment, function or hook at which the backward walk of the current event stopped.
 ---@return integer id
 function Pipe:segment() return tonumber(self.event.segment) end
 
---- Notifies listeners of two facts: the actions that C performed before the current event have ended, and C's next
---- action begins. Listeners get the indices of virtual stages in the whole model.
----@return number seconds that these actions took
+--- Notifies listeners that the actions which C performed before the current event have ended, and that C's next action
+--- begins. Listeners get the indices of virtual stages in the whole model.
+---@return number seconds time that the ended actions took
 function Pipe:tell()
   local event = self.event
   if self.tells then
@@ -397,19 +400,19 @@ function Pipe:tell()
   return event.seconds
 end
 
---- Reports to C that the action has ended, and passes the tensors that it returned.
+--- Tells C that the action has ended, and passes the tensors to C that the action has returned.
 function Pipe:done()
   native.check(C.ps_pipe_done(self.row.c, self.n_out, carried))
   self.given = nil
 end
 
---- Drops the output of the last virtual stage in a dry run. In a real step, the script holds this output until its
+--- Drops the output of the last virtual stage in a dry run. In a real step, the script keeps this output until it calls
 --- backward.
 ---@param number integer micro-batch, from 0
 function Pipe:drop_output(number) self.micros[number].out = nil end
 
---- Performs a row of forwards up to its next yield.
----@return integer? micro the yield's micro-batch, from 0, or nil if the row has ended
+--- Performs a row that has only forwards, up to its next yield.
+---@return integer? micro the micro-batch of the yield, from 0, or nil if the row has ended
 function Pipe:look()
   while true do
     local kind, v, micro = self:next()
@@ -421,7 +424,7 @@ function Pipe:look()
 end
 
 -- -- the model's code -------------------------------------------------------------------------------------------------
--- Returns the tensors that a virtual stage received, by name.
+-- Returns the tensors that the current virtual stage received, by name.
 local function come_in(self, names)
   local carry = {}
   for i = 1, self.event.n do
@@ -442,7 +445,7 @@ end
 local function line_of(name, dtype, shape) return ("%s %s %s"):format(name, dtype, table.concat(shape, " ")) end
 
 -- Passes the outputs of a virtual stage to C. They must match the outputs that were counted without data, because the
--- next stage waits for those.
+-- next stage waits for outputs with the counted shapes.
 local function go_out(self, v, carry, names)
   local list = {}
   for i, t in ipairs(names) do
@@ -458,10 +461,10 @@ local function go_out(self, v, carry, names)
     list[i] = given:contiguous()                             -- the bytes of a view cannot be sent
   end
   give(self, list)
-  self.given = list                                          -- keeps the tensors' headers alive until done()
+  self.given = list                                          -- keeps the headers of the tensors alive until done()
 end
 
--- Keeps the last virtual stage's output for the script. Passes the loss to C, which sends it to all ranks.
+-- Keeps the output of the last virtual stage for the script. Passes the loss to C, which sends the loss to all ranks.
 local function finish(self, micro, carry)
   if micro.batch then                                        -- a step of generate has no loss
     micro.out = carry
@@ -486,8 +489,8 @@ local function finish(self, micro, carry)
   give(self, list)
 end
 
---- Returns the settings of a virtual stage's forward. Its counters of random numbers (dropouts and samples) have the
---- values that they would have in one process that runs all virtual stages in order.
+--- Returns the settings for a virtual stage's forward. The counters of random numbers (dropouts and samples) have the
+--- values that they would have if one process ran all virtual stages in order.
 ---@param v integer
 ---@param number integer
 ---@return ffi.cdata* how
@@ -514,16 +517,16 @@ function Pipe:forward(v, number)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end
 
--- Returns a tensor for a loss that another rank computed. In training, the tensor requires a gradient like the real
--- loss. A loss that the script computes from it can then be assigned to this micro-batch.
+-- Returns a tensor for a loss that another rank has computed. In training, this tensor requires a gradient, as the real
+-- loss does. If the script computes a loss from this tensor, that loss can be assigned to this micro-batch.
 local function loss_here(micro)
   -- a dry run has no loss
   local loss = devices.computes and create.tensor(micro.loss) or create.empty({}, { dtype = "fp32" })
   return loss:requires_grad(scope.grad_enabled())
 end
 
--- Returns the text that describes the output of the last virtual stage. A dry run needs it on ranks that do not run
--- that stage, because nothing is sent.
+-- Returns a text that describes the output of the last virtual stage. In a dry run, ranks that do not run the last
+-- virtual stage need this text, because nothing is sent.
 local function said_of(self, micro)
   local costs, lines = counted(self, micro), {}
   for _, t in ipairs(costs[#costs].out) do
@@ -532,8 +535,8 @@ local function said_of(self, micro)
   return table.concat(lines, "\n")
 end
 
--- Sends the tensors in the last virtual stage's output to all ranks. Tensors in nested tables are not sent. All ranks
--- must call it.
+-- Sends all tensors in the last virtual stage's output to all ranks. Tensors in nested tables are not sent. All ranks
+-- must call this function.
 local function gathered(self, micro)
   local names, root, lines = {}, self.stages.ranks[self.n], {}
   for name, t in pairs(micro.out or {}) do
@@ -557,9 +560,10 @@ local function gathered(self, micro)
   return micro.out or batch.turning(out)
 end
 
---- Returns the output that a script gets for a micro-batch whose loss has arrived.
+--- Returns the output of a micro-batch for the script. The loss of the micro-batch must have arrived.
 ---@param number integer
 ---@param gather? boolean if true, all ranks get the tensors of the last virtual stage, and all ranks must call this
+---  function
 ---@return table out
 function Pipe:output(number, gather)
   local micro = self.micros[number]
@@ -567,10 +571,11 @@ function Pipe:output(number, gather)
   return micro.out or batch.partial { loss = loss_here(micro) }
 end
 
---- Records that the script has called backward for the next micro-batch. From now on C keeps the loss.
----@param root ps.Tensor on the rank of the last virtual stage: the tensor at which the backward walk begins
+--- Records that the script has called backward for the next micro-batch. From now on, C keeps the loss.
+---@param root ps.Tensor the tensor at which the backward walk begins, on the rank of the last virtual stage
 ---@param weight number
----@param factor number factor on the walk's gradients, relative to the gradients of the micro-batch's own loss
+---@param factor number factor by which the gradients of the walk differ from the gradients of the micro-batch's own
+---  loss
 function Pipe:mark(root, weight, factor)
   local micro = self.micros[self.marked]
   micro.factor = factor
@@ -579,8 +584,8 @@ function Pipe:mark(root, weight, factor)
   self.marked, self.total = self.marked + 1, self.total + weight
 end
 
---- Compares the sums of loss weights after a loop's last backward. Raises an error if the stages' sums differ. All
---- ranks must call it.
+--- Compares the stages' sums of loss weights after the last backward of a loop. Raises an error if the sums differ. All
+--- ranks must call this function.
 ---@param total number sum of this rank's weights
 function Pipe:check_weights(total)
   local all = create.empty({ self.size }, { dtype = "fp64" })

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Describes a model that is cut into virtual stages. The description has the parts (ps.nn.parts) of each virtual stage,
--- the rank that runs it, and the parameters that each rank holds. Virtual stages are numbered from 0 in the order of
--- the model, and ranks from 0 along the pipeline. A process makes the whole model without data (ps.deferred), and then
--- fills in only the values of its own virtual stages.
+-- Describes a model that is cut into virtual stages. For each virtual stage, the description contains the parts of the
+-- model (ps.nn.parts) and the rank that runs the virtual stage. It also contains the parameters that each rank holds.
+-- Virtual stages are numbered from 0 in the order of the model, and ranks from 0 along the pipeline. A process creates
+-- the whole model without data (ps.deferred). It then creates values only for its own virtual stages.
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"
@@ -18,33 +18,34 @@ local pipe_table = require "ps.parallel.pipeline.table"
 
 local stages = {}
 
-local MOST_POSITIONS = 2048               -- largest number of positions in the batch for which costs are counted
+local MOST_POSITIONS = 2048               -- maximum number of positions in the batch with which costs are counted
 
 ---@class ps.engine.Pipeline the pipeline that the configuration and the mesh define
----@field table ps.pipe.Table the virtual stages and the rank of each of them
+---@field table ps.pipe.Table the virtual stages, and the rank of each virtual stage
 ---@field rank integer this rank's index along the pipeline, from 0
 ---@field partition? string|integer[] how to cut the model (stages.cut)
 ---@field example? any[] a batch in the form that model:micro_batches accepts, and its number of arguments `n`
----@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} the cut, if it was computed
---- before
+---@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} the cut, if it has already
+---  been computed
 
 ---@class ps.engine.Stages
 ---@field parts ps.nn.Part[]|false parts of the model, or false if the model's own forward runs the stages
 ---@field costs ps.engine.PartCost[]
----@field first integer[] index of the first part of each virtual stage, from 1, followed by the number of parts plus 1
+---@field first integer[] for each virtual stage, the index of its first part, from 1; the last element is the number of
+---  parts + 1
 ---@field ranks integer[] the rank of each virtual stage, in the order of the model
 ---@field mine integer[] this rank's virtual stages, as indices in the model from 0
 ---@field rank integer
 ---@field times? ps.engine.CutTimes
----@field vstages_of table<string, integer[]> the virtual stages that use a parameter or buffer, by its name (a tied
----  tensor's first name)
+---@field vstages_of table<string, integer[]> the key is the name of a parameter or buffer (of a tied tensor, the first
+---  name); the value is the list of virtual stages that use it
 local Stages = {}
 Stages.__index = Stages
 
 -- -- cutting --------------------------------------------------------------------------------------------------------
 -- Cuts `weights` into n contiguous runs, none of which is empty, so that the largest sum of a run is as small as
--- possible. Returns the first index of each run. Finds the smallest possible bound of the sums by bisection. If several
--- cuts are equally good, chooses the cut whose first runs are fullest.
+-- possible. Returns the index at which each run begins. The smallest possible bound of the sums is found by bisection.
+-- If several cuts are equally good, the cut whose first runs have the largest sums is chosen.
 local function balance(weights, n)
   local function fits(bound)
     local first, sum = { 1 }, 0
@@ -77,7 +78,8 @@ local function numbers(list)
   return table.concat(said, ", ")
 end
 
--- Returns the number of layers: the parts whose names end in a number, or all parts if there are none.
+-- Returns the number of layers. Layers are the parts whose names end in a number. If no name ends in a number, all
+-- parts are layers.
 local function layers_of(list)
   local n = 0
   for _, part in ipairs(list) do if part.name:match "%.%d+$" then n = n + 1 end end
@@ -89,8 +91,8 @@ local WEIGHTS = {
   parameters = function(cost) return cost.numel end,
 }
 
--- Returns the letter of each part in Megatron's layouts: E for the first part, L for the last part, t for a layer, and
--- m for any other part.
+-- Returns a list with the letter of each part in Megatron's layouts. The letter is E for the first part, L for the last
+-- part, t for a layer, and m for any other part.
 local function kinds_of(list)
   local kinds = {}
   for i, part in ipairs(list) do
@@ -100,8 +102,8 @@ local function kinds_of(list)
   return table.concat(kinds)
 end
 
--- Returns the number of parts in each virtual stage, for the cut whose simulated step is shortest. The simulation
--- includes how a slow part, such as the head, delays the other stages.
+-- Finds the cut whose simulated step is shortest, and returns the number of parts in each virtual stage. In the
+-- simulation, a slow part, such as the head, delays the other stages.
 local function by_cost(costs, table_)
   local given = {}
   for i, cost in ipairs(costs) do
@@ -114,7 +116,7 @@ local function by_cost(costs, table_)
 end
 
 -- Returns the weight of each part for DeepSpeed's method "type:NAME|NAME". The weight is 1 if the part contains a
--- module of a named class, and 0 otherwise.
+-- module whose class is one of the names, and 0 otherwise.
 local function of_type(how, list)
   local names, weights, any = how:match "^type:([%w_|]+)$", {}, false
   if not names then
@@ -136,21 +138,23 @@ end
 
 ---@class ps.engine.CutTimes
 ---@field makespan number makespan of the cut, in floating-point operations or in seconds
----@field equal number makespan of a cut into equal numbers of parts
----@field bound number lower bound of every cut's makespan
----@field bound_part? string the part that sets the bound
+---@field equal number makespan of a cut in which all virtual stages have equally many parts
+---@field bound number lower bound of the makespan of any cut
+---@field bound_part? string the part that determines the bound
 
 --- Cuts a list of parts into the virtual stages of a table.
 ---@param costs ps.engine.PartCost[]
 ---@param table_ ps.pipe.Table
----@param how? string|integer[] the method. "cost" (the default) or "best" minimises the time of a simulated step, as
----  computed from counted operations. "measured" minimises the time as computed from measured seconds, which `costs`
----  must contain. "parameters" minimises the largest number of parameters in a virtual stage, "uniform" the largest
----  number of parts, and "type:NAME" the largest number of parts that contain a module of that class. A list sets the
----  number of parts in each virtual stage. Any other text is Megatron's layout, such as "Et*3|(tt|)*29,m|L"
+---@param how? string|integer[] the method. "cost" (the default) or "best" minimises the time of a simulated step, which
+---  is computed from counted operations. "measured" does the same with measured seconds, which `costs` must contain
+---  instead of operations. "parameters" minimises the largest number of parameters in a virtual stage. "uniform"
+---  minimises the largest number of parts in a virtual stage. "type:NAME" minimises the largest number of parts that
+---  contain a module of the class NAME. A list sets the number of parts in each virtual stage. Any other text is
+---  Megatron's layout, such as "Et*3|(tt|)*29,m|L"
 ---@param list? ps.nn.Part[] the parts; needed for "type:NAME"
----@return integer[] first index of the first part of each virtual stage, from 1, followed by the number of parts plus 1
----@return ps.engine.CutTimes? times with "cost" and "measured"
+---@return integer[] first for each virtual stage, the index of its first part, from 1; the last element is the number
+---  of parts + 1
+---@return ps.engine.CutTimes? times the times of the cut, if the method is "cost", "best" or "measured"
 function stages.cut(costs, table_, how, list)
   local n, layers = table_.vstages, layers_of(costs)
   if layers < n then
@@ -184,8 +188,8 @@ function stages.cut(costs, table_, how, list)
 end
 
 -- -- stages ---------------------------------------------------------------------------------------------------------
--- Returns, for each part, the names of the parameters and buffers that it declares. The name of a tied tensor is its
--- first name.
+-- For each part, returns the names of the parameters and buffers that the part declares. A tied tensor has the first of
+-- its names.
 local function declared(self, module)
   local name_of, all = count.first_names(module, nn_module.address), {}
   for i, part in ipairs(self.parts) do
@@ -199,8 +203,8 @@ local function declared(self, module)
   return all
 end
 
--- Raises an error if parts overlap. If several parts declare a parameter, each of them must use it, as with a tied
--- embedding. `uses` are the names that each part's ops read (ps.engine.PartCost.uses).
+-- Raises an error if parts overlap. If several parts declare the same parameter, each of these parts must use it, as
+-- with a tied embedding. uses[i] contains the names that the ops of part i read (ps.engine.PartCost.uses).
 local function check_overlaps(self, names_of, uses)
   local by_name = {}
   for i, names in ipairs(names_of) do
@@ -222,8 +226,8 @@ local function check_overlaps(self, names_of, uses)
   end
 end
 
--- Returns the virtual stages that use each parameter and buffer, by name. A virtual stage uses a tensor if one
--- of its parts declares the tensor. It also uses a tensor that one of its parts read when the parts were counted. A
+-- Returns a table from the name of a parameter or buffer to the virtual stages that use it. A virtual stage uses a
+-- tensor if one of its parts declares the tensor, or if one of its parts read the tensor when the parts were counted. A
 -- head therefore need not declare a tied embedding.
 local function users(self, module)
   local of, names_of, uses, counted = {}, declared(self, module), {}, true
@@ -248,9 +252,9 @@ local function users(self, module)
 end
 
 -- Raises an error if a parameter's gradients would not be added in the order of its virtual stages. Each rank adds the
--- gradients of its own virtual stages in order. Then the ranks' sums are added in the order of ranks
--- (src/engine/ties.c). The order of two virtual stages does not matter. If there are more virtual stages, their ranks
--- must ascend, and only the lowest rank may have several of them.
+-- gradients of its own virtual stages in order. Then the sums of the ranks are added in rank order (src/engine/ties.c).
+-- With two virtual stages, the order does not matter. With more virtual stages, their ranks must be ascending, and only
+-- the lowest rank may have several of these virtual stages.
 local function check_order(self, name, list)
   if #list < 3 then return end
   local on, ordered = {}, true
@@ -295,11 +299,11 @@ function stages.new(module, costs, first, pipeline)
   return self
 end
 
---- Creates the stages of a model whose own forward runs the stages, such as a model of ps.bmt. Each rank has one
+--- Creates the stages of a model whose own forward runs the stages. An example is a model of ps.bmt. Each rank has one
 --- virtual stage.
 ---@param module ps.nn.Module
----@param stage_of fun(tensor: ps.Tensor): integer? returns the stage, from 0, of a parameter or buffer, or nil if all
---- stages have it
+---@param stage_of fun(tensor: ps.Tensor): integer? returns the stage of a parameter or buffer, from 0, or nil if all
+---  stages have the tensor
 ---@param rank integer index of this process among the stages
 ---@param size integer
 ---@return ps.engine.Stages
@@ -319,8 +323,8 @@ function stages.of_itself(module, stage_of, rank, size)
   return self
 end
 
---- Returns the first virtual stage of this rank that uses a parameter, as an index among this rank's virtual stages.
---- Returns nil if none of them uses it.
+--- Returns the first virtual stage of this rank that uses a parameter, as an index among the virtual stages of this
+--- rank. Returns nil if no virtual stage of this rank uses the parameter.
 ---@param name string the first name of a tied parameter
 ---@return integer? vstage from 0
 function Stages:own(name)
@@ -329,8 +333,8 @@ function Stages:own(name)
   end
 end
 
---- Returns the virtual stages of this rank that use a parameter, except the first one, which own() returns. The results
---- are indices among this rank's virtual stages.
+--- Returns the virtual stages of this rank that use a parameter, except the first virtual stage, which own() returns.
+--- The results are indices among the virtual stages of this rank.
 ---@param name string
 ---@return integer[]
 function Stages:other_uses(name)
@@ -341,15 +345,15 @@ function Stages:other_uses(name)
   return list
 end
 
---- Returns whether several virtual stages, on any ranks, use one parameter.
+--- Returns true if several virtual stages, on any ranks, use the same parameter.
 ---@return boolean
 function Stages:has_ties()
   for _, list in pairs(self.vstages_of) do if #list > 1 then return true end end
   return false
 end
 
---- Returns a text that says which other rank holds a parameter or buffer. Returns nil if this rank holds it. Buffers
---- that belong to no part are on all ranks.
+--- If only another rank holds a parameter or buffer, returns a text that names that rank. Returns nil if this rank
+--- holds the tensor. All ranks hold buffers that belong to no part.
 ---@param name string
 ---@return string?
 function Stages:elsewhere(name)
@@ -358,7 +362,7 @@ function Stages:elsewhere(name)
   return ("rank %d of the pipeline (virtual stage %d)"):format(self.ranks[list[1] + 1], list[1])
 end
 
---- Returns the other ranks that also hold a parameter of this rank, for example a tied embedding.
+--- Returns the other ranks that hold a copy of one of this rank's parameters. An example is a tied embedding.
 ---@param name string
 ---@return integer[]
 function Stages:sharers(name)
@@ -370,7 +374,7 @@ function Stages:sharers(name)
   return list
 end
 
---- Returns whether this rank saves a parameter or buffer. Only one rank of a pipeline saves it, because all copies of a
+--- Returns true if this rank saves a parameter or buffer. Only one rank of a pipeline saves it, because all copies of a
 --- tied embedding are equal.
 ---@param name string
 ---@return boolean
@@ -402,7 +406,8 @@ function Stages:copies()
   return found and found.ranks
 end
 
---- Removes tensors of other ranks' virtual stages from a state_dict. Only rank 0 keeps the buffers that all ranks have.
+--- Removes the tensors of other ranks' virtual stages from a state_dict. Buffers that all ranks have are removed on all
+--- ranks except rank 0.
 ---@param state table<string, ps.Tensor>
 function Stages:keep_own(state)
   for name in pairs(state) do
@@ -411,8 +416,8 @@ function Stages:keep_own(state)
   end
 end
 
---- Returns whether a state has no tensor that only other ranks hold. A result of keep_own has no such tensor. The state
---- may be empty, if other ranks of the same stage own all its tensors.
+--- Returns true if a state contains no tensor that only other ranks hold. The results of keep_own contain no such
+--- tensor. The state may be empty if other ranks of the same stage own all its tensors.
 ---@param state table<string, ps.Tensor>|table a table of tensors, or an open file with names()
 ---@return boolean
 function Stages:is_own(state)
@@ -425,7 +430,7 @@ end
 
 --- Runs one of this rank's virtual stages.
 ---@param vstage integer index among this rank's virtual stages, from 0
----@param carry table<string, ps.Tensor> outputs of the previous virtual stage, {} for the first one
+---@param carry table<string, ps.Tensor> outputs of the previous virtual stage; {} for the first virtual stage
 ---@param batch table<string, any> the result of model:batch_of for the micro-batch
 ---@return table<string, ps.Tensor>
 function Stages:run(vstage, carry, batch)
@@ -433,8 +438,8 @@ function Stages:run(vstage, carry, batch)
   return scope.scope(parts.run, self.parts, self.first[v], self.first[v + 1] - 1, carry, batch)
 end
 
---- Returns the cost of a virtual stage. It has the sums over the costs of the stage's parts, and the carry of the last
---- part.
+--- Returns the cost of a virtual stage. The operations, elements and bytes are sums over the parts of the virtual
+--- stage. `carry` is the carry of the last part.
 ---@param v integer index in the model, from 0
 ---@return ps.engine.PartCost
 function Stages:cost(v)
@@ -452,7 +457,8 @@ function Stages:cost(v)
   return sum
 end
 
---- Returns whether a virtual stage sends a gradient back. It does if a tensor that it receives requires a gradient.
+--- Returns true if a virtual stage sends a gradient to the previous virtual stage. It sends a gradient if a tensor that
+--- it receives requires a gradient.
 ---@param v integer index in the model, from 0
 ---@return boolean
 function Stages:sends_gradient(v)
@@ -462,7 +468,7 @@ function Stages:sends_gradient(v)
   return false
 end
 
---- Returns whether the costs are those of by_parameters, because no batch was known when the model was cut.
+--- Returns true if the costs were made by by_parameters, because no batch was known when the model was cut.
 ---@return boolean
 function Stages:is_uncounted() return self.costs[1] ~= nil and self.costs[1].uses == nil end
 
@@ -472,7 +478,7 @@ function Stages:is_uncounted() return self.costs[1] ~= nil and self.costs[1].use
 ---@param precision? string
 function Stages:recount(module, args, precision) self.costs = count.parts(module, args, precision) end
 
---- Raises an error if a part reads a parameter that its virtual stage does not hold.
+--- Raises an error if a part reads a parameter that the virtual stage of the part does not hold.
 ---@param costs ps.engine.PartCost[] the costs of a micro-batch
 function Stages:check_uses(costs)
   for v = 1, #self.ranks do
@@ -491,15 +497,15 @@ function Stages:check_uses(costs)
 end
 
 -- -- making a model ---------------------------------------------------------------------------------------------------
--- Returns the batch for counting a model's parts. It is the `example` of ps.initialize, or else the example that the
--- model makes. Returns nil if there is neither.
+-- Returns the batch with which a model's parts are counted. It is the `example` of ps.initialize. If there is none, it
+-- is the example that the model makes. Returns nil if the model makes no example.
 local function example_of(module, pipeline)
   if pipeline.example then return pipeline.example end
   return type(module.example) == "function" and { module:example(1, MOST_POSITIONS) } or nil
 end
 
 -- Returns approximate costs of a model's parts, for use before a batch is known. The number of operations of a part is
--- replaced by the number of elements of its parameters. The parts are counted when the first batch arrives (row.lua).
+-- replaced by the number of elements of its parameters. When the first batch arrives, the parts are counted (row.lua).
 local function by_parameters(module)
   local costs = {}
   for i, part in ipairs(parts.of(module)) do
@@ -512,8 +518,8 @@ local function by_parameters(module)
   return costs
 end
 
--- Returns the costs with measured seconds instead of operations. The seconds are measured on rank 0's device. All ranks
--- use this measurement, because they must cut the model in the same way.
+-- Returns the costs with measured seconds instead of counted operations. The seconds are measured on the device of rank
+-- 0. All ranks use these seconds, because they must cut the model in the same way.
 local function measured(module, costs, args, where)
   if not devices.computes then
     hooks.tell("plan_note",
@@ -540,7 +546,7 @@ end
 
 local MEASURES = 'pipeline.partition = "measured" runs the parts with a batch: ps.initialize { example = BATCH, ... }'
 
--- Counts a model's parts and cuts the model.
+-- Counts the costs of a model's parts, and cuts the model into virtual stages.
 local function cut_of(module, pipeline, where)
   local how, args = pipeline.partition, example_of(module, pipeline)
   if not args then
@@ -554,11 +560,11 @@ local function cut_of(module, pipeline, where)
   return found
 end
 
---- Makes a model without values and cuts it into virtual stages.
+--- Makes a model that has no values yet, and cuts it into virtual stages.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
----@param where {device: string, precision?: string, cut?: fun(module: ps.nn.Module)} cut: function that cuts the layers
----  of the model
+---@param where {device: string, precision?: string, cut?: fun(module: ps.nn.Module)} cut: cuts the layers of the model
+---  for tensor parallelism
 ---@return ps.nn.Module
 ---@return ps.engine.Stages
 function stages.divide(model_func, pipeline, where)
@@ -575,12 +581,12 @@ function stages.divide(model_func, pipeline, where)
 end
 
 --- Creates a model of which this process holds only its own virtual stages. Random numbers are the same as in a process
---- that creates the whole model, so the parameters have the same bits.
+--- that creates the whole model. Therefore the parameters have the same bits.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
 ---@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor), cut?: fun(module: ps.nn.Module)}
---- stage: called with each parameter of this process after its values were set. cut: function that cuts the layers of
---- the model while the model has no values
+---  stage: called with each parameter of this process after the values of the parameter have been set. cut: cuts the
+---  layers of the model for tensor parallelism, while the model has no values
 ---@return ps.nn.Module
 ---@return ps.engine.Stages
 function stages.make(model_func, pipeline, where)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Begins a step on all ranks or on none. The plan is made from the trace of a step with the same shapes, or from a dry
--- run. If memory is short, three methods make room, in this order: collect Lua's garbage, finish the checkpoint that is
--- being saved, and use smaller chunks (engine/layout/rechunk.lua). If parameters were thawed since the last step, the
--- model first gets a layout in which they train (engine/layout/thaw.lua).
+-- Begins a step, either on all ranks or on no rank. The step's plan is made from the trace of an earlier step with the
+-- same shapes, or from a dry run. If memory is short, three methods make room, in this order: collect Lua's garbage,
+-- finish the checkpoint that is being saved, and use smaller chunks (engine/layout/rechunk.lua). If parameters were
+-- thawed since the last step, the model first gets a layout in which these parameters train (engine/layout/thaw.lua).
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local forecasts = require "ps.engine.plan.forecast"
@@ -14,8 +14,8 @@ local ffi, C = native.ffi, native.C
 
 local begin = {}
 
---- Creates the masters, gradients and optimizer state of thawed parameters now, instead of at the next step. A
---- checkpoint can then contain or load their state. All ranks must call it, between steps.
+--- Creates the masters, gradients and optimizer states of thawed parameters now, instead of at the beginning of the
+--- next step. A checkpoint can then contain or load these states. All ranks must call this function, between steps.
 ---@param engine ps.Engine
 function begin.train_thawed(engine)
   local replace
@@ -32,16 +32,16 @@ end
 
 local left_out = ffi.new("int64_t[1]")
 
--- Collects tensors that earlier steps left as garbage, and adds the tensors that survive the collection to the plan.
--- The reason is that small tensors live until Lua's collector runs, but the plan itself counts only tensors of its own
--- step.
+-- Collects tensors that earlier steps left as garbage, and adds the tensors that survive the collection to the plan of
+-- trace `id`. This is necessary because small tensors live until Lua's collector runs, but a plan counts only the
+-- tensors of its own step.
 local function leave_nothing(id)
   if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
   scope.collect_tensors()
   C.ps_engine_leftover(native.ctx, id, 1, left_out)
 end
 
--- Begins a step that is expected to repeat trace `id`. If memory is short, collects Lua's garbage and tries again.
+-- Begins a step that is expected to repeat trace `id`. If memory is short, collects Lua's garbage and tries once more.
 local function begin_like(engine, key, id)
   if id then leave_nothing(id) end
   local rc = step.begin(engine, key, id)
@@ -51,9 +51,9 @@ local function begin_like(engine, key, id)
   return step.begin(engine, key, id)
 end
 
--- Raises an error that asks for smaller chunks, if they may help. An op may have room only because other tensors need
--- less memory at its trace index than at their peak. In this case, the same memory alternates between these tensors and
--- chunks in every step.
+-- Raises an error that asks for smaller chunks, if smaller chunks may help. An op's chunks may have room only because
+-- the other tensors need less memory at the trace index of the op than at their peak. In this case, the same memory is
+-- used alternately for chunks and for other tensors in every step.
 local function rather_smaller(engine, forecast)
   local short = forecast.short
   if not short then return end
@@ -63,7 +63,7 @@ local function rather_smaller(engine, forecast)
   if rechunk.share(engine, problem) then error(problem, 0) end
 end
 
--- Finds or creates the trace of a step with these arguments, prints its plan if it is new, and begins the step.
+-- Finds or creates the trace of a step with these arguments, prints its plan if the plan is new, and begins the step.
 local function plan_and_begin(engine, args, key)
   local id = engine.traces[key]
   local function look(forecast) rather_smaller(engine, forecast) end
@@ -82,8 +82,8 @@ local function plan_and_begin(engine, args, key)
 end
 
 -- Tries to begin a step. Returns nil on success. If parameters were thawed, returns a function that replaces the
--- layout. If smaller chunks may help, returns a fraction for rechunk.split, or 0 if a rank has no room for the new
--- layout.
+-- layout. If smaller chunks may help, returns a fraction for rechunk.split. The fraction is 0 if a rank has no room for
+-- the new layout.
 local function try_step(engine, args, key)
   local replace
   local function try()
@@ -105,7 +105,7 @@ local function try_step(engine, args, key)
   return share(problem) or error(problem, 0)
 end
 
---- Begins a step with these arguments. Plans the step if possible, so that its ops have room.
+--- Begins a step with these arguments. If possible, makes a plan for the step, so that its ops have room.
 ---@param engine ps.Engine
 ---@param args any[]
 function begin.step(engine, args)

@@ -11,8 +11,8 @@ local ffi, C = native.ffi, native.C
 
 local forecasts = {}
 
--- Returns a key for a step's arguments. Arguments with equal keys make the model run the same ops. The key contains the
--- names, shapes and types of tensors, and all other values.
+-- Returns a key for a step's arguments. If two lists of arguments have equal keys, the model runs the same ops for
+-- both. The key contains the names, shapes and types of tensors, and all other values.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@return string
@@ -22,17 +22,17 @@ function forecasts.signature(engine, args)
   return table.concat(parts, " ")
 end
 
---- Performs a dry run of a step and returns the id of its trace. Returns nil if the model's code reads values, because
---- a dry run has none. In this case, the first step is traced while it runs.
+--- Performs a dry run of a step, and returns the id of its trace. Returns nil if the model's code reads values, because
+--- tensors have no values in a dry run. In this case, the first step is traced while it runs.
 ---@param engine ps.Engine
 ---@param args any[]
----@param like? integer a trace of this step; gathers from other ranks run ahead as in that trace
+---@param like? integer an earlier trace of this step; gathers from other ranks begin as early as in the earlier trace
 ---@return integer?
 function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
-  -- Small tensors live until Lua's collector runs. The tensors of an earlier dry run are collected first, because they
-  -- would count in the peak of this dry run. The peak counts all tensors of this dry run, as if none was collected. It
-  -- is therefore valid at whatever time the collector runs in a real step.
+  -- Small tensors live until Lua's collector runs. The tensors of an earlier dry run are collected first. Otherwise
+  -- they would count in the peak of this dry run. The peak counts all tensors of this dry run as if none of them was
+  -- collected. Therefore the peak is valid whenever the collector runs in a real step.
   local ok, id, problem = collector.without(step.dry_run, engine, args, like)
   restore()
   if not ok then error(id, 0) end
@@ -48,29 +48,32 @@ end
 ---@class ps.engine.Forecast
 ---@field moments integer
 ---@field tiers {name: string, is_file: boolean, budget: integer, peak: integer, other: integer}[] sizes in bytes
----@field fetched integer[] bytes per step that are fetched into tier i (from 1), once steps repeat
----@field evicted integer[] bytes per step that are evicted from tier i (from 1), once steps repeat
----@field resident integer bytes of chunks that stay on the first tier, because the last tier has no room for them
+---@field fetched integer[] for tier i (from 1), the bytes that are fetched into the tier in each step, as soon as steps
+---  repeat
+---@field evicted integer[] for tier i (from 1), the bytes that are evicted from the tier in each step, as soon as steps
+---  repeat
+---@field resident integer total size in bytes of the chunks that stay on the first tier, because the last tier has no
+---  room for them
 ---@field gathers integer number of stripes that a step gathers from other processes
----@field gathered integer size in bytes of these stripes
----@field short? ps.engine.Short the first op whose chunks have room only because other tensors need less memory at its
---- trace index than at their peak
+---@field gathered integer total size in bytes of the gathered stripes
+---@field short? ps.engine.Short the first op whose chunks have room only because the other tensors need less memory at
+---  the trace index of this op than at their peak
 
 ---@class ps.engine.Short
 ---@field tier string
----@field wanted integer bytes of chunks that the op needs on the tier at once
----@field left integer bytes that remain for chunks on that tier at the peak of the step's other tensors
+---@field wanted integer total size in bytes of the chunks that the op needs on the tier at once
+---@field left integer bytes that remain for chunks on this tier when the other tensors of the step are at their peak
 
--- Returns the first op whose chunks have room only because other tensors need little memory at its trace index. Returns
--- nil if there is no such op.
+-- Returns the first op whose chunks have room only because the other tensors need little memory at the trace index of
+-- this op. Returns nil if there is no such op.
 local function short_of(out, info)
   if out.wanted == 0 then return nil end
   native.check(C.ps_engine_tier_get(native.ctx, tonumber(out.short_tier), info))
   return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
 end
 
---- Returns the forecast of a step that repeats trace `id`. Raises an error if the step does not fit. The error has
---- fields for the tier and the bytes.
+--- Returns the forecast of a step that repeats trace `id`. Raises an error if the step does not fit. The fields of the
+--- error contain the tier and the sizes in bytes.
 ---@param id integer
 ---@return ps.engine.Forecast
 function forecasts.of(id)
@@ -91,8 +94,8 @@ function forecasts.of(id)
   return forecast
 end
 
--- Returns the plan's line about gradients: how many bytes of gradients this process sends to their owners, and how many
--- bytes it keeps. Returns nil if every process keeps its own gradients.
+-- Returns the line of the plan that describes gradients. It says how many bytes of gradients this process sends to
+-- their owners, and how many bytes it keeps. Returns nil if every process keeps its own gradients.
 local function gradients_line(engine)
   local shards, bytes, parts = engine.ranks.shards, 0, false
   if not shards:gradients() then return nil end

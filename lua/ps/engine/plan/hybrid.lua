@@ -1,41 +1,43 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Decides where updates run (hybrid Adam). The device's margin is its memory for optimizer state. If the state of a
--- unit fits into the margin, it stays on the device, and the device updates the unit. Any other unit is updated in one
--- of two ways:
---   on the host     its gradient is copied to the host, the host updates it, and its parameters are copied back
---   on the device   its state is fetched to the device for the update and evicted again
+-- Decides for each unit whether the host or the device updates it (hybrid Adam). The device's margin is the part of its
+-- memory that is used for optimizer state. If the state of a unit fits into the margin, the state stays on the device,
+-- and the device updates the unit. Any other unit is updated in one of two ways:
+--   on the host     the gradient is copied to the host, the host updates the unit, and the parameters are copied back
+--   on the device   the state is fetched to the device for the update, and evicted after it
 --
--- The host and the link work at the same time, so the fastest split of the units keeps both busy until the end. The
--- search for this split uses the bytes that dry runs count and the speeds of rates.lua. Units of both kinds alternate,
--- so that copies run while the host updates. Values do not depend on where Adam runs. Ranks exchange only gradients and
--- parameters, so each rank can split its own units.
+-- The host and the link work at the same time, so in the fastest split of the units, the host and the link end at the
+-- same time. The search for this split uses the bytes that dry runs count and the speeds of rates.lua. Units that the
+-- host updates and units that the device updates alternate, so that copies run during the updates of the host. The
+-- updated values are the same on the host and on the device. Ranks exchange only gradients and parameters, so each rank
+-- can choose a split of its own units.
 local native = require "ps.core.ffi"
 local optimizers = require "ps.optimizers"
 local C = native.C
 
 local hybrid = {}
 
-local TRIES = 4  -- number of dry runs that search for the best split, in addition to the dry runs of both extremes
+local TRIES = 4  -- number of dry runs of the search, in addition to the dry runs of the two extreme splits
 local NEARLY = 0.98         -- one split is better than another if its time is less than this fraction of the other's
 local APART = 0.3  -- fraction of the shorter phase (copies or updates) that does not overlap the longer one, since
                             -- nothing is updated while the first states are fetched and while the last states are
                             -- evicted (bench/hybrid_adam.lua compares predictions with measurements)
 
 ---@class ps.engine.Split
----@field on boolean[] whether each unit is updated on the device, by unit from 1
----@field count integer number of units that are updated on the device
----@field share number fraction of the parameters that may be updated on the device
----@field resident integer number of units, at most `count`, whose state fits into the device's margin
+---@field on boolean[] by unit from 1, true if the device updates the unit
+---@field count integer number of units that the device updates
+---@field share number fraction of the parameters for which this split was made
+---@field resident integer number of units whose state stays in the device's margin; at most `count`
 ---@field id integer the trace of a step with this split
----@field seconds? number predicted seconds per step without forward and backward, computed from the next three fields;
----  nil if there was nothing to decide
+---@field seconds? number predicted seconds per step without forward and backward, computed from `link`, `host` and
+---  `device`; nil if there was nothing to decide
 ---@field link? number predicted seconds of copies per step
 ---@field host? number predicted seconds per step in which the host is busy with updates
 ---@field device? number predicted seconds of updates on the device per step
 ---@field forecast? ps.engine.Forecast
----@field all_host? ps.engine.Split the split with all units on the host, or with as many units as fit there
+---@field all_host? ps.engine.Split the split in which the host updates all units, or as many units as have room on the
+---  host
 
--- Returns whether the device has kernels for the engine's optimizers.
+-- Returns true if the device has kernels for all optimizers of the engine.
 local function has_kernels(engine)
   local names = { [engine.cfg.optimizer.type] = true }
   for _, group in ipairs(engine.param_groups or {}) do if group.optimizer then names[group.optimizer] = true end end
@@ -46,7 +48,7 @@ local function has_kernels(engine)
   return true
 end
 
---- Returns whether this engine may run any updates on the device.
+--- Returns true if some updates of this engine may run on the device.
 ---@param engine ps.Engine
 ---@return boolean
 function hybrid.wanted(engine)
@@ -57,8 +59,8 @@ function hybrid.wanted(engine)
     and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
 end
 
--- Returns the units that the device may update, the number of their parameters, and an upper bound of the number of
--- parameters that the device may update. Embeddings that are looked up on the host are excluded.
+-- Returns three results: the units that the device may update, the number of parameters in these units, and the maximum
+-- number of parameters that the device may update. Embeddings that are looked up on the host are excluded.
 local function candidates(engine)
   local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
   local on_host, list, numel, all = {}, {}, 0, 0
@@ -73,8 +75,8 @@ local function candidates(engine)
   return list, numel, math.min(numel, offload.device == "none" and numel or all * (1 - offload.ratio))
 end
 
--- Returns the margin in a step's forecast: the bytes that the device has for optimizer state, in addition to the
--- parameters.
+-- Returns the margin in a step's forecast. The margin is the number of bytes that the device has for optimizer state,
+-- in addition to the parameters.
 local function margin_of(engine, forecast)
   local tier, params = forecast.tiers[1], 0
   if tier.budget == 0 then return math.huge end
@@ -85,8 +87,8 @@ local function margin_of(engine, forecast)
   return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
 end
 
--- Selects units in order and skips each unit whose state does not fit into the rest of the margin. `most` is the
--- largest allowed number of their parameters. Returns the selected units and their number.
+-- Selects units in order. Skips each unit whose state does not fit into the rest of the margin. The selected units
+-- together have at most `most` parameters. Returns the selected units and their number.
 local function within_margin(engine, units, most, margin)
   local on, count, built = {}, 0, engine.built
   for _, unit in ipairs(units) do
@@ -99,7 +101,7 @@ local function within_margin(engine, units, most, margin)
   return on, count
 end
 
--- Returns units that have about the given share of the parameters and are spread evenly over the model.
+-- Returns units that are spread evenly over the model. They have about the fraction `share` of the parameters.
 local function spread(engine, units, share)
   local on, due = {}, 0
   for _, unit in ipairs(units) do
@@ -113,9 +115,9 @@ local function spread(engine, units, share)
   return on
 end
 
--- Returns the speed of this optimizer's update relative to Adam's, because only Adam's rate is measured. The speed is
--- inversely proportional to the bytes that an update moves per parameter: 2 to read the gradient, 2 to write the
--- parameter, 8 for the master, and twice the bytes of the states.
+-- Returns (speed of this optimizer's update) / (speed of Adam's update). Only Adam's speed is measured. The speed is
+-- inversely proportional to the number of bytes that an update moves per parameter. These are 2 bytes to read the
+-- gradient, 2 bytes to write the parameter, 8 bytes for the master, and twice the bytes of the states.
 local function speed(engine)
   local bytes, numel = 0, 0
   for unit, states in ipairs(engine.built.unit_states) do
@@ -129,7 +131,7 @@ local function apply(engine, on)
     on[unit] and 1 or 0)) end
 end
 
---- Predicts the time of a step with this split, excluding forward and backward.
+--- Predicts the time of a step with the split `on`, without forward and backward.
 ---@param engine ps.Engine
 ---@param on boolean[]
 ---@param forecast ps.engine.Forecast
@@ -152,9 +154,9 @@ local function predict(engine, on, forecast)
   return split
 end
 
--- Returns the share at which copies take as long as updates on the host. Interpolates linearly between two splits. If
--- only one split is given, assumes that each further unit adds the copies of its state to the link's time and removes
--- its update from the host's time.
+-- Returns the share at which the copies take as long as the updates on the host. Interpolates linearly between the
+-- splits `low` and `high`. If `high` is nil, assumes that each further unit adds the copies of its state to the link's
+-- time, and removes its update from the host's time.
 local function balance(engine, units, numel, low, high)
   local gap = low.host - low.link
   if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
@@ -168,16 +170,17 @@ local function same(a, b, units)
   return true
 end
 
--- Returns whether split a is better than b. A split with more disk traffic is never better, since the disk is slower
--- than the links.
+-- Returns true if split a is better than split b. A split that moves more bytes to or from the disk is never better,
+-- because the disk is slower than the links.
 local function better(a, b)
   if a.disk * NEARLY > b.disk then return false end
   if a.seconds < NEARLY * b.seconds then return true end
   return a.seconds <= b.seconds and a.moved < b.moved
 end
 
--- Returns the split with the fewest updates on the device among the splits that fit. It is needed if the last tier
--- cannot hold all state, so that some state must live on the device. Raises the plan's error if no split fits.
+-- Of all splits that fit, returns the split with the fewest updates on the device. This split is needed if the last
+-- tier cannot hold all state, so that some state must stay on the device. Raises the error of the plan if no split
+-- fits.
 local function least(engine, units, numel, most, try, problem)
   if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
   local bytes, share = 0, 0
@@ -194,8 +197,8 @@ local function least(engine, units, numel, most, try, problem)
   end
 end
 
--- Searches for the best split between `low` and the split in which the device updates every unit that it may update. In
--- `low`, updates on the host take longer than copies.
+-- Searches for the best split between two extreme splits. In the split `low`, the updates on the host take longer than
+-- the copies. In the other extreme split, the device updates every unit that it may update.
 local function search(engine, units, numel, low, most, try)
   local best, high = low, nil
   local function look(share)
@@ -210,7 +213,7 @@ local function search(engine, units, numel, low, most, try)
       break
     end
     local split = look(share)
-    if not split then return best end                   -- no room for this share or a larger one
+    if not split then return best end                   -- there is no room for this share, nor for a larger share
     if split.host > split.link then low = split else high = split end
   end
   look(most)
@@ -219,9 +222,9 @@ end
 
 --- Decides where each unit is updated.
 ---@param engine ps.Engine
----@param dry_run fun(like?: integer): integer? performs a dry run of the step that repeats trace `like`; returns nil if
----  the step cannot be run dry
----@return ps.engine.Split? split nil if no step can be run dry; the host then updates all units
+---@param dry_run fun(like?: integer): integer? performs a dry run of the step and returns its trace. In the dry run,
+---  gathers begin as early as in the trace `like`. Returns nil if the step cannot be run dry
+---@return ps.engine.Split? split the best split; nil if no step can be run dry, so that the host updates all units
 function hybrid.place(engine, dry_run)
   local forecast = require("ps.engine.plan.forecast").of
   apply(engine, {})
@@ -269,7 +272,7 @@ end
 
 local function ms(seconds) return ("%.3g ms"):format(seconds * 1e3) end
 
---- Returns the plan's lines that describe a split.
+--- Returns the lines of the plan that describe a split.
 ---@param engine ps.Engine
 ---@param split ps.engine.Split
 ---@return string[]

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Measures the speeds of Adam and of copies on this machine, once per process and device (src/engine/rates.c). Plans
 -- use the speeds to decide where Adam runs (engine/plan/hybrid.lua) and where embeddings are looked up
--- (engine/layout/embed.lua). ps.device_rates("cuda") returns them.
+-- (engine/layout/embed.lua). ps.device_rates("cuda") returns these speeds.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
@@ -9,18 +9,19 @@ local ffi, C = native.ffi, native.C
 local rates = {}
 
 ---@class ps.Rates
----@field host_adam number parameters per second on the host, while copies run
----@field device_adam number parameters per second on the device
+---@field host_adam number number of parameters that Adam updates per second on the host, while copies run
+---@field device_adam number number of parameters that Adam updates per second on the device
 ---@field up number bytes per second from the host to the device, with both directions busy
----@field down number bytes per second from the device to the host
----@field at_once number fraction of the device's time in Adam during which the host is free
+---@field down number bytes per second from the device to the host, with both directions busy
+---@field at_once number fraction of the time of an Adam update on the device in which the host has no work
 ---@field seconds number duration of the measurement, or 0 if nothing was measured
----@field given table<string, boolean> the speeds that the configuration set
+---@field given table<string, boolean> the names of the speeds that the configuration has set
 
 rates.KEYS = { "host_adam", "device_adam", "up", "down", "at_once" }
 
--- Limits on the bytes that a measurement uses, on the host and on the device. If the host holds much state, a
--- measurement must exceed the caches: on a server with an H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
+-- Limits on the number of bytes that a measurement uses, on the host and on the device. If the host holds much state,
+-- the bytes of a measurement must exceed the size of the caches: on a server with an H200, Adam was 1.4 times as fast
+-- on 56 MiB as on 300 MiB.
 local ENOUGH, MOST, HOST_SHARE = 72 * 2 ^ 20, 512 * 2 ^ 20, 256
 local out = ffi.new("ps_rates")
 local known = {}                              -- results by device: { nbytes =, rates = }
@@ -39,12 +40,12 @@ local shown = { __tostring = rates.text }
 
 local supposed
 
---- Sets the speeds of a simulated machine, for all its devices.
----@param r table<string, number>|nil speeds by KEYS
+--- Sets the speeds of a simulated machine. They apply to all its devices.
+---@param r table<string, number>|nil speeds by the names in rates.KEYS; nil removes the speeds
 function rates.suppose(r) supposed = r and setmetatable(r, shown) end
 
---- Returns the speeds that this process measured, with at most `nbytes` of memory on the host and on the device.
---- Measures again if the last measurement had much less memory.
+--- Returns the speeds that this process has measured. A measurement uses at most `nbytes` bytes on the host and on the
+--- device. Measures again if the last measurement had much less memory.
 ---@param device string|integer
 ---@param nbytes? integer
 ---@return ps.Rates
@@ -66,10 +67,11 @@ function rates.measured(device, nbytes)
   return r
 end
 
---- Returns the speeds for an engine's plans: the configured speeds, and measured ones for the rest. Each speed is the
---- minimum over all ranks, so that all ranks make the same plan.
+--- Returns the speeds for the plans of an engine. Speeds that the configuration does not set are measured. Each speed
+--- is the minimum over all ranks, so that all ranks make the same plan.
 ---@param engine ps.Engine
----@param least? fun(value: integer): integer returns the minimum over all ranks; nil if there is one rank
+---@param least? fun(value: integer): integer returns the minimum of a value over all ranks; nil if there is only one
+---  rank
 ---@return ps.Rates
 function rates.of(engine, least)
   local cfg, r, missing = engine.cfg, setmetatable({ seconds = 0, given = {} }, shown), false

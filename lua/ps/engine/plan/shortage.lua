@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Completes the error of a model that does not fit into memory. The error itself names the tensor for which there was
--- no room. This file adds the bytes of the whole model and the budgets. If budgets are too small, it also adds the
--- configuration keys to change.
+-- Completes the error of a model that does not fit into memory. The original error names the tensor for which there was
+-- no room. This file adds the size of the whole model in bytes, and the budgets. If budgets are too small, it also adds
+-- the keys of the configuration that should be changed.
 local chunks = require "ps.memory.chunks"
 local readable = require "ps.core.readable"
 
@@ -9,8 +9,8 @@ local shortage = {}
 
 local KEY = { device = "memory.device", host = "memory.host", disk = "memory.disk.limit" }
 
---- Returns the bytes that this process needs per trained parameter and per frozen parameter. If ranks share the state,
---- the results are averages over the ranks.
+--- Returns two results: the number of bytes that this process needs per trained parameter, and the number per frozen
+--- parameter. If ranks share the state, the results are averages over the ranks.
 ---@param stage integer zero_optimization.stage
 ---@param size integer number of processes
 function shortage.bytes_each(options, stage, size)
@@ -32,7 +32,7 @@ local function budgets()
   return table.concat(texts, " and "), sum
 end
 
--- Returns a remedy for budgets that are too small: a text with keys of the configuration.
+-- Returns a text that says which keys of the configuration should be changed if budgets are too small.
 local function advice(options, shared)
   local tiers, keys, has = chunks.tiers(), {}, {}
   for i, tier in ipairs(tiers) do
@@ -45,11 +45,11 @@ local function advice(options, shared)
   return text .. ", or use a smaller model"
 end
 
---- Adds the bytes of the whole model to an error that says that the model has no room. Returns any other error
---- unchanged.
+--- If an error says that there is no room for the model, adds the size of the whole model in bytes to its text. Returns
+--- any other error unchanged.
 ---@param problem any
----@param counted? {numel: integer, trained: integer, blocks: integer} parameters of the model, and bytes of its packed
---- weights, if they can be counted
+---@param counted? {numel: integer, trained: integer, blocks: integer} if the model can be counted: its number of
+---  parameters, of trained parameters, and of bytes of packed weights
 ---@param options table the options of build.place
 ---@param stage integer zero_optimization.stage
 ---@param size integer number of processes
@@ -62,7 +62,7 @@ function shortage.explain(problem, counted, options, stage, size)
   local text, sum = budgets()
   local whole = ("%s of state (%.0f parameters, %.4g bytes per trained one%s)"):format(readable.bytes(state),
     counted.numel, each, stage > 0 and (" on each of %d processes"):format(size) or "")
-  local said, holders = problem.msg:match "^([^\n]*)(.*)$"  -- the message is followed by a list of the largest tensors
+  local said, holders = problem.msg:match "^([^\n]*)(.*)$"  -- the list names the largest tensors
   if state > sum then
     problem.msg = ("the model does not fit: it has %s, but the budgets hold %s: %s; %s. It failed at: %s"):format(
       whole, readable.bytes(sum), text, advice(options, size > 1 and stage < 3), problem.msg)

@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans one step. First decides on which devices embeddings and updates run, and then runs the step dry. Rejects a plan
--- that moves chunks although the configuration keeps them in place. Prints a plan if it differs from all printed plans.
+-- Makes the plan of one step. First decides on which devices embeddings are looked up and updates run. Then performs a
+-- dry run of the step. Rejects a plan that moves chunks although the configuration forbids moves. Prints a plan if it
+-- differs from all plans that were printed before.
 local mesh = require "ps.dist.mesh"
 local embed = require "ps.engine.layout.embed"
 local forecasts = require "ps.engine.plan.forecast"
 local hybrid = require "ps.engine.plan.hybrid"
 local readable = require "ps.core.readable"
 
-local HIGHER = 1.25               -- another plan is printed if its peak exceeds the printed peak by this factor
+local HIGHER = 1.25               -- a plan is printed if its peak is more than this number of times the printed peak
 
 -- Rejects a plan that moves chunks although offload_optimizer.device is "none".
 local function check_stays(engine, forecast)
@@ -24,11 +25,12 @@ end
 ---@field adam_split ps.engine.Split|false the updates that run on the device (engine/plan/hybrid.lua)
 ---@field forecast ps.engine.Forecast|false forecast of the last plan
 ---@field no_finer boolean true if a rank has no room to move the model into smaller chunks
----@field printed table|false the facts of the printed plans
+---@field printed table|false facts about the plans that were printed, for is_news()
 ---@field tables_on_host table<ps.engine.Table, boolean>|false embedding matrices that are on the host
 
--- Returns whether a plan must be printed. It must be printed if it has a new layout, the first moves, the first op that
--- lacks room, or a clearly higher peak. Plans for batches of other sizes differ less than this.
+-- Returns true if a plan must be printed. A plan is printed if it has a new layout, or a clearly higher peak than the
+-- printed plans. It is also printed if it is the first plan that moves chunks, or the first plan in which an op lacks
+-- room. Plans for batches of other sizes usually differ less, and are not printed.
 local function is_news(engine, forecast)
   local layout, printed = engine.built.layout, engine.plan.printed
   local moves = false
@@ -49,8 +51,8 @@ local function is_news(engine, forecast)
   return news
 end
 
---- Plans a step with these arguments. Returns its trace, or nil if the step must run once before it can be planned.
---- `look` gets the forecast before it is printed, and may raise an error.
+--- Makes the plan of a step with these arguments. Returns the trace of the step, or nil if the step must run once
+--- before it can be planned. `look` is called with the forecast before the forecast is printed, and may raise an error.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@param look fun(forecast: ps.engine.Forecast)
@@ -58,7 +60,7 @@ end
 return function(engine, args, look)
   local function dry_run(like)
     local id = forecasts.dry_run(engine, args, like)
-    -- The second dry run also gathers chunks ahead.
+    -- In the second dry run, chunks are also gathered before they are needed.
     if id and not like and engine.zero_stage > 0 then id = forecasts.dry_run(engine, args, id) end
     return id
   end
