@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Makes an engine: reads the arguments of ps.initialize, applies the configuration to this machine, sets budgets,
--- builds the module in staging chunks, and decides where updates run. Files for several ranks are loaded only if there
--- are several ranks, because every full collection of Lua's garbage walks everything that is loaded.
+-- builds the module in staging chunks, and decides where updates run. Files that are needed only for several ranks are
+-- loaded only if there are several ranks. Otherwise they would make every full collection of Lua's garbage slower.
 local create = require "ps.tensor.create"
 local deferred = require "ps.nn.deferred"
 local environment = require "ps.core.environment"
@@ -36,14 +36,14 @@ local error = caller.error
 
 local setup = {}
 
-local open                  -- the engine that owns the context's chunks, until it is closed
+local open                  -- the engine that owns the chunks of the context until the engine is closed
 
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
   client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable", optimizer = "table",
   example = "table|tensor" }
 
--- Returns the keys of a group of parameters, with the types of their values.
+-- Returns the keys that a group of parameters may have, with the types of their values.
 local function group_keys()
   local keys = { match = "function", optimizer = "string" }
   for _, name in ipairs(optimizers.names) do
@@ -53,7 +53,7 @@ local function group_keys()
 end
 
 -- Checks groups of parameters. A parameter belongs to the first group whose match function returns true. Only the last
--- group may have no match function, and it gets the remaining parameters.
+-- group may lack a match function. It then contains all remaining parameters.
 local function check_groups(groups)
   local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...)) end
   if groups == nil then return end
@@ -75,7 +75,7 @@ local function check_groups(groups)
   end
 end
 
--- Raises an error if a group has settings that its optimizer does not have.
+-- Raises an error if a group contains settings that are not settings of its optimizer.
 local function check_kind(list, default)
   for i, group in ipairs(list or {}) do
     local kind = group.optimizer and optimizers.find(group.optimizer) or default
@@ -92,7 +92,7 @@ local function check_kind(list, default)
   end
 end
 
---- Returns the arguments of ps.initialize, by name.
+--- Returns the arguments of ps.initialize as a table of names.
 ---@return {model_func?: function, optimizer?: ps.Optimizer, module?: ps.nn.Module, config: table|string, client?:
 ---  table, auto?: table, param_groups?: table[], quiet?: boolean, example?: any, loss?: fun(out: table, batch: table):
 ---  ps.Tensor}
@@ -148,10 +148,11 @@ end
 
 local held_out = ffi.new("ps_memory_info")
 
--- Returns the numbers of bytes of the host and of a device to which ratios and shares in the configuration refer. Each
--- is the sum of the free bytes and the bytes that this process holds, because budgets include both.
+-- Returns two numbers of bytes, one for the host and one for the device. Ratios and shares in the configuration are
+-- relative to these numbers. Each number is the sum of the free bytes and of the bytes that this process holds, because
+-- budgets include both.
 local function available(device)
-  local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- ranks on this machine
+  local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- number of ranks on this machine
   local function held(name)
     native.check(C.ps_memory_get(native.ctx, native.device_index(name), held_out))
     return tonumber(held_out.reserved)
@@ -162,8 +163,8 @@ local function available(device)
   return there
 end
 
--- Returns the device that "auto" selects: cuda if a GPU can be used, else cpu. Prints a note if there is a GPU that
--- cannot be used.
+-- Returns the device that "auto" selects. This is cuda if a GPU can be used, and otherwise cpu. Prints a note if there
+-- is a GPU that cannot be used.
 local function choose_device(engine)
   local ok, err = pcall(devices.open, "cuda")
   if ok then return "cuda" end
@@ -171,7 +172,7 @@ local function choose_device(engine)
   return "cpu"
 end
 
--- Returns the settings that the mesh or the script's optimizer made outside the configuration, by keys of the
+-- Returns the settings that the mesh and the script's optimizer define outside the configuration, by keys of the
 -- configuration.
 local function asked(request)
   local all = copied(mesh.asked())
@@ -179,7 +180,7 @@ local function asked(request)
   return all
 end
 
-local said = {}                 -- notes on configurations that this process has printed, for all its engines
+local said = {}                 -- notes on configurations that this process has printed, for any of its engines
 
 local function note_of_job(engine, text)
   if said[text] then return end
@@ -187,14 +188,15 @@ local function note_of_job(engine, text)
   engine:note(text)
 end
 
--- Returns a table that describes how ranks share the layers of a model, or false if ranks share no layers.
+-- Returns a table that describes how ranks share the layers of a model. Returns false if ranks do not share layers.
 local function layers_of(engine, cfg)
   local group, how = mesh.group "tp", cfg.tensor_parallel
   if not group then return false end
   local function note(text) if mesh.group("world"):rank() == 0 then engine:note(text) end end
   local layers = { group = group, sequence = how.sequence_parallel, keep_gathered = how.tp_keep_gathered,
     pieces = mesh.pieces(how.tp_overlap_comm), note = note }
-  layers.beside = layers.pieces > 1 and not cfg.device:find "^cuda"  -- whether rows are exchanged during products
+  -- true if rows are exchanged while a product is computed
+  layers.beside = layers.pieces > 1 and not cfg.device:find "^cuda"
   if layers.pieces > 1 and not layers.beside then
     local text = "tp_overlap_comm: on " .. cfg.device .. " rows are exchanged before and after whole products"
     note(text)
@@ -203,7 +205,7 @@ local function layers_of(engine, cfg)
   return layers
 end
 
--- Returns whether embedding matrices of nn.Embedding may be looked up on the host.
+-- Returns true if embedding matrices of nn.Embedding may be looked up on the host.
 local function lookups_of(engine, fields)
   local wanted = embed.wanted(fields, function(text) engine:note(text) end)
   if not wanted or fields.zero_stage == 0 then return wanted end
@@ -214,15 +216,15 @@ local function lookups_of(engine, fields)
   return false
 end
 
--- Returns whether this configuration makes every update run inside backward. Gradients then need no memory of their
--- own.
+-- Returns true if, with this configuration, every update runs inside backward. Gradients then need no separate memory.
 local function updates_inside(fields, cfg)
   return fields.device == fields.host and not mesh.group "world" and not fields.adds_up and cfg.gradient_clipping <= 0
     and cfg.overlap_optimizer ~= false and not (cfg.precision == "bf16" and cfg.bf16.check_grad_overflow)
 end
 
--- Returns whether masters are kept as remainders. With clipping and without accumulation, remainders would save no
--- memory. A gradient is then stored in its parameter's memory, but remainders need the parameter.
+-- Returns true if remainders are stored instead of masters. With clipping and without accumulation, remainders would
+-- save no memory: a gradient would be stored in the memory of its parameter, but the parameter is needed together with
+-- the remainders.
 local function keeps_remainders(engine, fields, cfg)
   local wanted = cfg.memory.master
   if not wanted then return false end
@@ -243,10 +245,10 @@ local function keeps_remainders(engine, fields, cfg)
 end
 
 --- Reads the configuration.
----@param engine ps.Engine the engine, which prints the notes
+---@param engine ps.Engine the engine that prints the notes
 ---@param request table
 ---@param config table the module ps.config
----@return table fields of the engine that follow from the configuration
+---@return table fields of the engine that depend on the configuration
 ---@return ps.engine.Pipeline? pipeline how the configuration cuts the model into stages, or nil if the model is not cut
 function setup.configure(engine, request, config)
   local world = mesh.group "world"
@@ -284,8 +286,8 @@ function setup.configure(engine, request, config)
   return fields, pipeline
 end
 
--- Returns the number of a module's parameter elements, the number of those that train, and the bytes of packed weights.
--- With `stages`, only the parameters of this rank's stages count.
+-- Returns three numbers for a module: the number of parameter elements, the number of parameter elements that train,
+-- and the number of bytes of packed weights. If `stages` is given, counts only the parameters of this rank's stages.
 local function count(module, stages)
   local numel, trained, blocks = 0, 0, 0
   local function is_here(name) return not (stages and stages:elsewhere(name)) end
@@ -298,12 +300,12 @@ local function count(module, stages)
   return { numel = numel, trained = trained, blocks = blocks }
 end
 
--- Returns the function that creates the model. It is the script's function, or the function of a planner that tries
--- other sizes.
+-- Returns the function that creates the model. This is the script's function, unless a planner that tries other model
+-- sizes has provided another function.
 local function model_of(model_func) return hooks.ask("model", model_func) or model_func end
 
--- Returns the same counts as `count` for a model that is created without data. Returns nil if the model's function
--- cannot run without data.
+-- Creates a model without data, and returns the same numbers as `count` for this model. Returns nil if the model's
+-- function cannot run without data.
 local function count_parameters(model_func)
   local restore = random_state.keep()
   local ok, counted = pcall(scope.scope, function() return count(deferred.make(model_func)) end)
@@ -312,14 +314,14 @@ local function count_parameters(model_func)
   return ok and counted or nil
 end
 
--- Returns the function that cuts the layers of a model without data. Returns nil if ranks share no layers.
+-- Returns a function that cuts the layers of a model without data. Returns nil if ranks do not share layers.
 local function cutter(engine)
   local how = engine.tensor_parallel
   return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
--- Returns the same counts as `count` for the parameters of a cut model on this rank. If the model is cut
--- into stages, computes this cut and stores it in `pipeline`. All ranks must call it.
+-- Returns the same numbers as `count` for the parameters that this rank has after the model was cut. If the model is
+-- cut into stages, computes this cut, and stores it in `pipeline`. All ranks must call this function.
 local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local module, made
@@ -335,16 +337,17 @@ local function count_own(engine, pipeline)
   return count(module, made)
 end
 
--- Returns the same counts as `count` for the parameters whose state this process keeps or shares. Returns nil if they
--- cannot be counted.
+-- Returns the same numbers as `count` for the parameters whose state this process keeps or shares. Returns nil if these
+-- parameters cannot be counted.
 local function count_kept(engine, pipeline)
   if not engine.request_model_func then return nil end
   if pipeline or engine.tensor_parallel then return count_own(engine, pipeline) end
   return count_parameters(model_of(engine.request_model_func))
 end
 
--- Returns an upper bound of the bytes per trained parameter that this process keeps: state, gradient and staging. If
--- ranks share the state, the bound is this rank's share plus 10 %, since shares are uneven.
+-- Returns an upper bound of the bytes that this process keeps per trained parameter. They are for the
+-- state, the gradient and staging. If ranks share one of these, its bytes are divided by the number of ranks and
+-- increased by 10 %, because shares are uneven.
 local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
@@ -354,10 +357,11 @@ local function bytes_a_parameter(engine)
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
-local FROZEN_BYTES = 8                  -- most bytes per frozen parameter: fp32 in its first and in its final chunk
+-- maximum number of bytes per frozen parameter: an fp32 element in its first chunk, and one in its final chunk
+local FROZEN_BYTES = 8
 
--- Returns the size of the disk file in bytes. This is the configured limit. If none is configured, it is this process's
--- share of the model's state and of the buffers that stage its parameters.
+-- Returns the size of the disk file in bytes. This is the configured limit. If no limit is configured, it is the size
+-- of this process's share of the model's state, plus the size of the chunks in which its parameters are staged.
 local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end
@@ -366,7 +370,8 @@ local function disk_bytes(engine, pipeline)
   if counted then
     local trained = counted.trained * bytes_a_parameter(engine) + 2 ^ 28
     local all = trained + (counted.numel - counted.trained) * FROZEN_BYTES + counted.blocks
-    if free and all > free then all = math.max(trained, math.min(all, free / 2)) end  -- frozen ones may stay in files
+    -- frozen parameters may stay in files
+    if free and all > free then all = math.max(trained, math.min(all, free / 2)) end
     return math.ceil(all / 1048576) * 1048576
   end
   if not free then return 2 ^ 30 end
@@ -375,23 +380,23 @@ local function disk_bytes(engine, pipeline)
   return math.floor(free / 2)
 end
 
---- Records that an engine was closed, so that another engine can be opened.
+--- Records that an engine has been closed, so that another engine can be opened.
 ---@param engine ps.Engine
----@return boolean was whether this engine owned the context's chunks
+---@return boolean was true if this engine owned the chunks of the context
 function setup.closed(engine)
   if open ~= engine then return false end
   open = nil
   return true
 end
 
---- Returns the engine that owns the context's chunks, or nil if there is none.
+--- Returns the engine that owns the chunks of the context, or nil if there is no such engine.
 ---@return ps.Engine?
 function setup.current() return open end
 
 --- Opens the C engine with the configuration's budgets.
 ---@param engine ps.Engine
 ---@param step ffi.cdata* the ps_step of the engine
----@param pipeline? ps.engine.Pipeline from setup.configure
+---@param pipeline? ps.engine.Pipeline the result of setup.configure
 ---@return {adam_rates: table|false, ranks: ps.engine.Ranks|nil} fields of the engine
 function setup.open_engine(engine, step, pipeline)
   if open then
@@ -411,8 +416,8 @@ function setup.open_engine(engine, step, pipeline)
   end
   local group = mesh.group "world"
   local weighs = engine.device ~= engine.host and (group ~= nil or engine.lookups or hybrid.wanted(engine))
-  local adam_rates = weighs and rates.of(engine)     -- measured before the budgets are in use
-  scope.collect_all()                                -- garbage must not count towards the budgets
+  local adam_rates = weighs and rates.of(engine)     -- speeds are measured before budgets are in use
+  scope.collect_all()                                -- garbage must not be counted in the budgets
   native.check(C.ps_engine_open(native.ctx, step, c, memory.disk and memory.disk.path or nil))
   open = engine
   local ranks = group and require("ps.engine.ranks.agreement").new(engine) or nil
@@ -420,7 +425,7 @@ function setup.open_engine(engine, step, pipeline)
   return { adam_rates = adam_rates, ranks = ranks }
 end
 
--- Rejects a module that already has values if its layers would have to be cut.
+-- Raises an error if a module already has values, although its layers must be cut.
 local function refuse_whole(request)
   local optimizer, more = request.optimizer, ""
   if optimizer then
@@ -431,7 +436,7 @@ local function refuse_whole(request)
     .. "are made: move the line that makes it into model_func = function() return MODEL_CLASS(...) end" .. more, 0)
 end
 
--- Runs fn(...). Moves each packed weight into a chunk as soon as its blocks exist.
+-- Runs fn(...). Each packed weight is moved into a chunk as soon as the weight's blocks exist.
 local function with_packed(fn, ...)
   local off = hooks.on("packed", build.to_own_chunk)
   local function done(ok, ...)
@@ -442,7 +447,8 @@ local function with_packed(fn, ...)
   return done(pcall(fn, ...))
 end
 
--- Runs model_func on the engine's device, and stages each parameter as soon as nn.Parameter creates it.
+-- Runs model_func on the engine's device. Each parameter is staged in a chunk as soon as nn.Parameter creates the
+-- parameter.
 local function run_model(engine, model_func, to_chunk)
   local was = create.set_default_device(engine.device_name)
   local off = hooks.on("parameter", to_chunk)
@@ -458,7 +464,8 @@ local function run_model(engine, model_func, to_chunk)
   return module
 end
 
---- Runs model_func and moves its parameters into chunks as they are created, or uses an existing module.
+--- Makes the module of an engine. Runs model_func and moves the parameters into chunks as soon as they are created, or
+--- uses an existing module.
 ---@param engine ps.Engine
 ---@param request table
 ---@return {module: ps.nn.Module, stages: ps.engine.Stages|false, stays: function|nil|false} fields of the engine
@@ -495,7 +502,8 @@ function setup.make_module(engine, request)
   return { module = with_packed(run_model, engine, model_func, to_chunk) }
 end
 
---- Completes the error of a model that could not be created. If memory ran out, adds the bytes of the whole model.
+--- Completes an error of a model that could not be created. If memory was insufficient, adds the size of the whole
+--- model in bytes to the error's text.
 ---@param problem any
 ---@return any
 function setup.explain(engine, problem)
@@ -508,7 +516,7 @@ end
 
 local function call(module, ...) return module(...) end
 
--- Returns a function that calls the module and then the script's own loss.
+-- Returns a function that calls the module, and then the script's own loss function.
 local function with_loss(loss)
   return function(module, ...)
     local given = { n = select("#", ...), ... }
@@ -528,7 +536,7 @@ local function finish_optimizer(engine)
     consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
 end
 
--- Returns the function that runs a forward. This function calls fn(...), and may store activations on the host.
+-- Returns the function that runs a forward by calling fn(...). It may store activations on the host.
 local function runner(engine, run)
   if not engine.cfg.activation_checkpointing.cpu_checkpointing then return run end
   if engine.device ~= engine.host then
@@ -538,7 +546,7 @@ local function runner(engine, run)
   return run
 end
 
--- Returns the reason why backward cannot update the parameters of this rank, or nil if it can.
+-- If backward cannot update the parameters of this rank, returns the reason. If it can, returns nil.
 local function why_not_overlap(engine, staged)
   local optimizer = engine.optimizer
   if staged and engine.ranks.dp:size() > 1 then return "ranks share the parameters of a stage" end
@@ -548,7 +556,7 @@ local function why_not_overlap(engine, staged)
   if engine.adds_up and not staged then return "gradients of several micro-batches are added up" end
 end
 
--- Returns whether the configuration lets a step's last backward update parameters.
+-- Returns true if, with this configuration, the last backward of a step may update parameters.
 local function overlaps(engine, staged)
   local wanted, why = engine.cfg.overlap_optimizer, why_not_overlap(engine, staged)
   if wanted == true and why then
@@ -558,7 +566,7 @@ local function overlaps(engine, staged)
   return wanted == true or wanted == "auto" and engine.device == engine.host and not staged
 end
 
---- Completes an engine that has its module and its optimizer.
+--- Completes an engine that already has its module and its optimizer.
 ---@param engine ps.Engine
 ---@return table fields of the engine
 function setup.finish(engine)

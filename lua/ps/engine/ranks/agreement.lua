@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Lets several processes train one model. The ranks agree on a model, a plan and a step before they begin it. Each
--- process has its own rows of each batch. Gradients are summed with the weights of the ranks' targets, so a step has
--- the same result as in one process with all rows. src/zero/shard.h defines each rank's share of the state, and
--- src/zero/reduce.c exchanges gradients.
+-- Lets several processes train one model. Before the ranks begin to use a model, a plan or a step, they check that it
+-- is the same on all ranks. Each process has its own rows of each batch. The gradients of all ranks are summed. Each
+-- rank's gradient is weighted by its number of targets, so a step has the same result as in one process with all rows.
+-- src/zero/shard.h defines the state that each rank owns, and src/zero/reduce.c exchanges gradients.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
@@ -24,17 +24,17 @@ local ffi, C = native.ffi, native.C
 local data_parallel = {}
 
 ---@class ps.engine.Ranks
----@field world ps.Group all ranks; used for agreements and failures
----@field dp ps.Group the ranks that train the same parameters (ps/dist/mesh.lua). Their gradients and losses are
---- summed. The group has only this rank if all other ranks have other layers
+---@field world ps.Group all ranks; used to compare the ranks and to report failures
+---@field dp ps.Group the ranks that train the same parameters (ps/dist/mesh.lua). The gradients and losses of these
+---  ranks are summed. If all other ranks have other layers, the group contains only this rank
 ---@field tp? ps.Group the ranks that share the same layers
 ---@field noted string[] if `tp` is set: hashes of the micro-batches and weights of the losses since the last step began
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
 
--- Connects the devices of the ranks along these axes directly, if all ranks can be connected. Otherwise bytes are sent
--- through host memory, unless init_distributed forbade this.
+-- Connects the devices of the ranks along these axes directly, if all ranks can connect their devices. Otherwise bytes
+-- are sent through host memory, or an error is raised if init_distributed has forbidden this.
 local function connect(engine, groups)
   local noted = false
   for _, group in ipairs(groups) do
@@ -51,8 +51,8 @@ local function connect(engine, groups)
   end
 end
 
---- Checks that the ranks read the same configuration, and sets up the sharing of the engine's chunks. Called only if
---- there are several ranks.
+--- Checks that the ranks have read the same configuration, and sets up the sharing of the engine's chunks. Called only
+--- if there are several ranks.
 ---@param engine ps.Engine
 ---@return ps.engine.Ranks
 function data_parallel.new(engine)
@@ -62,9 +62,10 @@ function data_parallel.new(engine)
   local groups = { self.dp }
   for _, axis in ipairs { "tp", "pp" } do groups[#groups + 1] = mesh.group(axis) end
   connect(engine, groups)
-  random_state.share(self.world)                   -- all ranks create the same model
+  random_state.share(self.world)                   -- makes all ranks create the same model
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
-  local cut = engine.cfg.pipeline.stages > 1  -- if so, ranks exchange data once per step, not for each micro-batch
+  -- if true, ranks exchange data once per step, and not for each micro-batch
+  local cut = engine.cfg.pipeline.stages > 1
   if self.tp then
     native.check(C.ps_engine_tensor_parallel(native.ctx, self.tp.c))
   end
@@ -73,10 +74,10 @@ function data_parallel.new(engine)
   return self
 end
 
--- Raises an error if the ranks' loaders read different data, or read it in a different order. No other check would
--- notice this.
----@param records table<string, number>[] records of all ranks. `data` is the hash of the loader's data, or 0 if there
----  is no loader
+-- Raises an error if the ranks' loaders read different data, or read the same data in a different order. No other check
+-- would find this difference.
+---@param records table<string, number>[] the records of all ranks; `data` is the hash of the data that the rank's
+---  loader reads, or 0 if the rank has no loader
 function Ranks:compare_data(records)
   local alike = true
   for _, record in ipairs(records) do
@@ -95,28 +96,28 @@ function Ranks:compare_data(records)
   end
 end
 
--- Returns, for the model replica of a rank, the rank that has the first layers. If ranks share these layers, returns
--- the rank that has their first part.
+-- Returns the rank that has the first layers of the model replica to which `rank` belongs. If several ranks share these
+-- layers, returns the first of these ranks.
 local function first_of_copy(rank)
   local tp, dp = mesh.size "tp", mesh.size "dp"
   return math.floor(rank / tp) % dp * tp
 end
 
--- Returns whether two ranks have the same layers, or parts of the same layers.
+-- Returns true if two ranks have the same layers, or parts of the same layers.
 local function same_stage(a, b)
   local ranks = mesh.size "tp" * mesh.size "dp"
   return math.floor(a / ranks) == math.floor(b / ranks)
 end
 
--- Fields of a rank's record that must be equal on all ranks of one model replica. A field with `stages` must also be
--- equal on all stages. The other fields may differ between stages if the model's own forward runs the stages, because
--- each stage may then have its own rows, seed and frozen parameters.
+-- Fields of a rank's record that must be equal on all ranks of one model replica that share layers. A field with
+-- `stages` must also be equal on all stages. Other fields may differ between stages if the model's own forward runs the
+-- stages. In that case, each stage may have its own rows, seed and frozen parameters.
 local GOES_ON = "continues with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than"
 local ALIKE = { { field = "batch", what = "has a different batch, or different weights of losses, from" },
   { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
 -- Raises an error if ranks of one model replica have different rows, or would continue with different settings.
--- `records` are the records of all ranks. `same_rows` is true if all stages of the model have the same rows.
+-- `records` contains the records of all ranks. `same_rows` is true if all stages of the model have the same rows.
 local function compare_parts(records, same_rows)
   for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do
@@ -129,15 +130,15 @@ local function compare_parts(records, same_rows)
   end
 end
 
--- Returns a hash of the rows of a micro-batch, or 0 if it has no rows.
+-- Returns a hash of the rows of a micro-batch, or 0 if the micro-batch has no rows.
 local function rows_number(given)
   local said = {}
   for i = 1, given.n do batch.add_hashes(said, given[i]) end
   return said[1] and agree.text_hash(table.concat(said, " ")) or 0
 end
 
--- Prints a note if ranks have the same rows although they should divide a batch among them. Called once, after the
--- first micro-batch.
+-- Prints a note if ranks have the same rows, although each rank should have its own part of a batch. Called once, after
+-- the first micro-batch.
 local function compare_rows(self, records)
   self.rows_compared = true
   local seen = {}
@@ -154,8 +155,8 @@ local function compare_rows(self, records)
   end
 end
 
--- Raises an error if ranks that train the same parameters have different optimizer settings. Otherwise each rank would
--- update its share, or its copies, by its own settings.
+-- Raises an error if ranks that train the same parameters have different optimizer settings. With different settings,
+-- each rank would update its parameters in another way.
 local function compare_rates(self, records)
   local first = {}
   for rank, record in ipairs(records) do
@@ -165,7 +166,7 @@ local function compare_rates(self, records)
   end
 end
 
---- Records a micro-batch for training. At the beginning of the next step, it is compared with the micro-batches of the
+--- Records a micro-batch of a training step. When the next step begins, it is compared with the micro-batches of the
 --- other ranks that have parts of the same layers.
 ---@param given any[]
 function Ranks:note_batch(given)
@@ -175,14 +176,15 @@ function Ranks:note_batch(given)
   for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
 end
 
---- Records the weight of a loss. It is compared together with the micro-batches. Ranks with parts of the same layers
---- sum their gradients, so they must use the same weight for a loss.
+--- Records the weight of a loss. The weight is compared at the same time as the micro-batches. Ranks that have parts of
+--- the same layers sum their gradients, so they must use the same weight for a loss.
 ---@param weight number
 function Ranks:note_weight(weight)
   if self.tp then self.noted[#self.noted + 1] = ("%.17g"):format(weight) end
 end
 
--- Returns a hash of the micro-batches and the weights of losses, which must be equal on all ranks of one model replica.
+-- Returns a hash of the recorded micro-batches and loss weights. The hash must be equal on all ranks of one model
+-- replica.
 local function batch_number(self)
   local text, rows = table.concat(self.noted, " "), self.engine.driver:fingerprint()
   return agree.text_hash(rows and ("%.17g %s"):format(rows, text) or text)
@@ -193,16 +195,17 @@ local PLANNED = { "tp", "dp" }                     -- axes along which a dry run
 
 -- The fields of a rank's record before a step:
 --   failed     1 if the step could not begin
---   gathers    the number of gathers that run ahead
---   short      1 if there was no room, but smaller chunks may make room
---   share      the size that smaller chunks may have, as a fraction of the present size
---   data       the hash of the data that the loader reads, or 0 if there is no loader or the data was compared before
+--   gathers    the number of gathers that begin before their chunks are needed
+--   short      1 if there was no room, but there may be room for smaller chunks
+--   share      the maximum size of smaller chunks, as a fraction of the present size
+--   data       the hash of the data that the loader reads, or 0 if there is no loader or the data has already been
+--              compared
 --   batch      the hash of the micro-batches and of the weights of losses
 --   settings   the hash of the settings that must be equal on all stages
 --   own        the hash of the seed and of the parameters that train
 --   tp, dp     the hash of the planned calls along this axis, or 0 if no calls are known
---   rows       the hash of the first micro-batch's rows, or 0 if the rows were compared before
---   ops        the hash of the forward's ops in a dry run, or 0 if the ops are unknown or were compared before
+--   rows       the hash of the first micro-batch's rows, or 0 if the rows have already been compared
+--   ops        the hash of the forward's ops in a dry run, or 0 if the ops are unknown or have already been compared
 --   shapes     the hash of the shapes of this step
 --   rates      the hash of the optimizer's settings, which must be equal on the ranks that train the same parameters
 --   thawed     the hash of the names of the parameters that were thawed since the last step, or 0 if there are none
@@ -211,7 +214,8 @@ local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settin
 local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
 local ops_out, n_out = ffi.new "const uint16_t *[1]", ffi.new "int32_t[1]"
 
--- Returns a hash of the collective calls that the dry run of this step recorded along an axis, or 0 if there are none.
+-- Returns a hash of the calls between ranks that the dry run of this step has recorded for an axis, or 0 if there are
+-- no such calls.
 local function calls_number(self, axis)
   local group = self[axis]
   if not group or group:size() == 1 then return 0 end
@@ -219,7 +223,7 @@ local function calls_number(self, axis)
   return agree.hash_number(hash_out[0])
 end
 
--- Returns the calls that this rank plans along an axis, one per line.
+-- Returns the calls that this rank has planned for an axis, one call per line.
 local function calls_text(group)
   local lines = {}
   for i = 0, C.ps_group_plan_calls(group.c) - 1 do
@@ -229,7 +233,8 @@ local function calls_text(group)
   return table.concat(lines, "\n")
 end
 
--- Raises the error of ranks that plan different calls. All ranks must call it, and all find the same first difference.
+-- Raises an error about ranks that have planned different calls. All ranks must call this function. All ranks find the
+-- same first difference.
 local function plans_differ(self, axis, first, other)
   local group = self[axis]
   local said = agree.texts(self.world, group and group:size() > 1 and calls_text(group) or "")
@@ -242,7 +247,8 @@ local function plans_differ(self, axis, first, other)
     other - 1, two or "no further call"), 0)
 end
 
--- Begins the plan of each group in which all ranks have the same plan.
+-- Begins the plans of this rank's groups. A group follows a plan only if all its ranks have planned calls. If the
+-- planned calls of its ranks differ, raises an error.
 local function begin_plans(self, records)
   for _, axis in ipairs(PLANNED) do
     local first_of, agreed = {}, {}
@@ -264,7 +270,8 @@ local function begin_plans(self, records)
   end
 end
 
--- Returns the ops of the forward in this step's dry run, as an array and its length. Without a dry run the length is 0.
+-- Returns the ops of the forward in this step's dry run as an array, and the length of the array. If there was no dry
+-- run, the length is 0.
 local function forward_ops(self)
   native.check(C.ps_engine_forward_ops(native.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, ops_out, n_out))
   return ops_out[0], n_out[0]
@@ -283,9 +290,9 @@ local function ops_text(self)
   return table.concat(names, "\n")
 end
 
--- Prints a note, at most once, if the forward depends on the rank. The note says that two ranks that train the same
--- parameters run different ops for batches of the same shapes. This is not an error, because one rank may compute
--- something to print. All ranks must call this function, and all find the same first difference.
+-- Prints a note once if ranks that train the same parameters run different ops for batches of the same shapes. The
+-- forward then depends on the rank. This is not an error, because a rank may compute something only to print it. All
+-- ranks must call this function. All ranks find the same first difference.
 local function compare_ops(self, records)
   local seen, first, other = {}, nil, nil
   for rank, record in ipairs(records) do
@@ -311,9 +318,9 @@ local function compare_ops(self, records)
       two or "missing", other - 1, one or "missing", first - 1))
 end
 
--- Raises an error on all ranks if ranks that train the same parameters thawed different parameters. If a model's own
--- forward runs its stages, each stage has its own list. `values` are the hashes of all ranks, and `names` is this
--- rank's list of names.
+-- Raises an error on all ranks if ranks that train the same parameters have thawed different parameters. If the model's
+-- own forward runs its stages, the thawed parameters may differ between stages. `values` contains the hashes of all
+-- ranks, and `names` is this rank's list of names.
 local function compare_thawed(self, values, names)
   local own, first = self.engine.stages and not self.engine.driver.in_loops, {}
   for rank, value in ipairs(values) do
@@ -329,8 +336,8 @@ local function compare_thawed(self, values, names)
   end
 end
 
---- Checks that all ranks thawed the same parameters. An error of prepare() on one rank is raised on all ranks. All
---- ranks must call it.
+--- Checks that all ranks have thawed the same parameters. If prepare() raises an error on one rank, all ranks raise an
+--- error. All ranks must call this function.
 ---@param prepare fun(): string? returns the names of the parameters
 function Ranks:agree_on_thawed(prepare)
   local ok, result = pcall(prepare)
@@ -343,8 +350,8 @@ function Ranks:agree_on_thawed(prepare)
   compare_thawed(self, values, result)
 end
 
--- Returns this rank's record. `ok` tells whether the step has begun. `part` is the fraction of an op's chunks for which
--- there was room. `thawed` has the names of the parameters for which this rank first needs a new layout.
+-- Returns this rank's record. `ok` is true if the step has begun. `part` is the fraction of an op's chunks for which
+-- there was room. If this rank first needs a new layout, `thawed` contains the names of the thawed parameters.
 local function record_of(self, ok, part, limit, key, thawed)
   local engine, mine = self.engine, { failed = (ok or part) and 0 or 1, short = part and 1 or 0,
     share = part or ok and not thawed and limit() or 1, gathers = 0 }
@@ -369,18 +376,19 @@ local function record_of(self, ok, part, limit, key, thawed)
   return mine
 end
 
---- Begins a step by calling `fn`. If fn fails on a rank, all ranks raise an error that names this rank and the cause.
---- There is one exception: if share(problem) is a number on all failed ranks, no error is raised. Then begin_step
---- returns the minimum of these numbers and of the other ranks' limits, and the caller abandons the step. If fn returns
---- names of thawed parameters on any rank, the step has not begun, and all ranks first get a new layout. Gathers run
---- ahead of their uses only if all ranks expect the same gathers.
+--- Begins a step by calling `fn`. There are three cases other than success:
+---   - fn fails on a rank: All ranks raise an error that names this rank and the cause.
+---   - fn fails, but share(problem) is a number on all failed ranks: No error is raised. begin_step returns the minimum
+---   of these numbers and of the other ranks' limits. The caller abandons the step.
+---   - fn returns names of thawed parameters on any rank: The step has not begun, and all ranks first get a new layout.
+--- Gathers begin before their chunks are needed only if all ranks expect the same gathers.
 ---@param fn fun(): string? names of the thawed parameters, if this rank needs a new layout
----@param share fun(problem: any): number? returns the fraction of an op's chunks for which there was room
----@param limit fun(): number returns the size that smaller chunks may have on this rank, as a fraction of the present
---- size
+---@param share fun(problem: any): number? returns the fraction of an op's chunks for which there was room, or nil if
+---  smaller chunks do not help
+---@param limit fun(): number returns the maximum size of smaller chunks on this rank, as a fraction of the present size
 ---@param key string the shapes of the step
 ---@return number?
----@return boolean? thaws whether a rank needs a new layout because parameters were thawed
+---@return boolean? thaws true if a rank needs a new layout because parameters were thawed
 function Ranks:begin_step(fn, share, limit, key)
   local ok, problem = pcall(fn)
   local part = not ok and share(problem) or nil
@@ -396,7 +404,8 @@ function Ranks:begin_step(fn, share, limit, key)
     compare_thawed(self, thawed, ok and problem)
     return nil, true
   end
-  if not failed and short then return least end            -- the step will begin again and then compare these notes
+  -- The step will begin again, and these notes are compared then.
+  if not failed and short then return least end
   self.noted = {}
   for rank, record in ipairs(records) do
     same = same and (record.gathers == mine.gathers or not same_stage(rank - 1, self.world:rank()))
@@ -418,9 +427,9 @@ function Ranks:begin_step(fn, share, limit, key)
   end
 end
 
---- Sets the index of the sample from which dropout draws, if it is 0. It is 0 if no loader numbers the samples of all
---- ranks. Each rank then begins at its rank times 2^20. The indices of two ranks thus differ if each rank has at most
---- 2^20 rows. An index has 32 bits.
+--- Sets the index of the sample from which dropout draws, if the index is 0. The index is 0 if no loader numbers the
+--- samples of all ranks. In this case, the index is set to (rank) * 2^20. The samples of two ranks then have different
+--- indices if each rank has at most 2^20 rows. An index has 32 bits.
 function Ranks:number_samples()
   local rng = random.state()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
@@ -435,7 +444,7 @@ function Ranks:least(value)
   return self.tp and agree.least(self.tp, value) or value
 end
 
---- Returns the sums of numbers over the ranks that have other rows of the batch.
+--- Returns the sums of numbers over all ranks that train the same parameters with other rows of the batch.
 ---@param ... number
 ---@return number ... one sum for each argument
 function Ranks:sum(...)
@@ -450,9 +459,9 @@ local function share_values(group, row)
   if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
 end
 
---- Checks that the ranks created the same model. Then, in each group of ranks that hold the same values, the first rank
---- broadcasts the values. If each rank has the whole model (stage 0), this is done along dp for all parameters. Along
---- tp, it is done for the parameters that are not cut.
+--- Checks that the ranks have created the same model. Then, in each group of ranks that have the same values, the first
+--- rank broadcasts these values. Along dp, the values of all parameters are broadcast if each rank has the whole model
+--- (stage 0). Along tp, the values of all parameters that are not cut are broadcast.
 function Ranks:begin()
   local engine, tp = self.engine, self.tp
   replicas.model(self.dp, engine)
@@ -483,9 +492,9 @@ local function names_of(built, stripe)
   return names
 end
 
---- Completes the error of ranks that use different parameters, or that have gradients of different parameters. Adds the
---- names of the parameters in the error's stripes. In backward, also adds the names of the parameters that have no
---- gradient on this rank.
+--- Completes an error about ranks that use different parameters, or that have gradients of different parameters. Adds
+--- the names of the parameters in the stripes that the error names. In backward, also adds the names of the parameters
+--- without a gradient on this rank.
 ---@param problem any
 ---@param backward? boolean
 function Ranks:explain(problem, backward)
@@ -509,7 +518,8 @@ function Ranks:explain(problem, backward)
   problem.msg = problem.msg .. "; " .. table.concat(more, "; ")
 end
 
---- Removes tensors that this rank does not own from a state_dict. Only rank 0 keeps the buffers.
+--- Removes the tensors that this rank does not own from a state_dict. The buffers are removed on all ranks except rank
+--- 0.
 ---@param state table<string, ps.Tensor>
 function Ranks:keep_own(state)
   local rows, mine = {}, self.dp:rank()

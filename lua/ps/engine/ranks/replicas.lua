@@ -1,15 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Compares state that must be equal on all ranks.
 --
--- Before the first step, ranks compare the model's parameters and every setting that decides a value or an order.
--- Budgets and printed output may differ. The ranks first compare a hash of these values, written as text. If the hashes
--- differ, the ranks exchange the texts. Every rank then raises the same error, which names the first difference.
+-- Before the first step, ranks compare the model's parameters and all settings on which a value or an order depends.
+-- The settings of budgets and of printed output may differ. Each rank writes the compared values as text. The ranks
+-- first compare hashes of these texts. If the hashes differ, the ranks exchange the texts. Every rank then raises the
+-- same error, which names the first difference.
 --
--- Every compare_ranks_every steps, ranks compare their state. This finds a flipped bit or different code, which might
--- otherwise be noticed only weeks later. They compare hashes of the step counts, the optimizer's settings, the loss
--- scale, the random numbers and the buffers. They also compare the fp32 values of parameters that have copies. Along dp
--- these are all parameters (stage 0), and along tp the parameters that are not cut. State that only one rank owns has
--- no copy to compare, so a difference in the settings would not show there.
+-- Every compare_ranks_every steps, ranks compare their state. The comparison finds a flipped bit, or code that differs
+-- between ranks, which might otherwise be noticed only weeks later. The ranks compare hashes of the step counts, the
+-- optimizer's settings, the loss scale, the random numbers and the buffers. They also compare the fp32 values of
+-- parameters that have copies. Along dp, all parameters have copies in stage 0. Along tp, the parameters that are not
+-- cut have copies. State that only one rank owns has no copy with which it could be compared.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local optim_groups = require "ps.optim.groups"
@@ -27,7 +28,8 @@ local SETTINGS = { "precision", "train_batch_size", "gradient_accumulation_steps
   "grad_accum_dtype", "optimizer", "scheduler", "fp16", "seed", "device", "chunk_size", "overlap_optimizer",
   "compare_ranks_every", "recompute", "bf16", "pipeline", "tensor_parallel" }
 
--- Appends "name<TAB>value" for every leaf of a value, with keys in sorted order.
+-- Appends "name<TAB>value" for every element of a table and of its nested tables, or for a value that is not a table,
+-- with keys in sorted order.
 local function flatten(lines, name, value)
   if type(value) ~= "table" then
     lines[#lines + 1] = ("%s\t%s"):format(name, type(value) == "number" and ("%.17g"):format(value) or tostring(value))
@@ -113,13 +115,14 @@ local function compare(group, what, lines)
     .. "configuration"):format(rank, what, zeroth, difference(theirs, first, rank, zeroth)), 0)
 end
 
---- Compares settings before the model is created. If they differ on one rank, all ranks raise an error. All ranks must
---- call it.
+--- Compares settings before the model is created. If a setting differs on one rank, all ranks raise an error. All ranks
+--- must call this function.
 ---@param group ps.Group of all ranks
 ---@param engine ps.Engine
 function replicas.configuration(group, engine) compare(group, "configuration", setting_lines(engine, group)) end
 
---- Compares parameters and parameter groups after the model was created. If they differ, all ranks raise an error.
+--- Compares parameters and parameter groups after the model has been created. If they differ between ranks, all ranks
+--- raise an error.
 ---@param group ps.Group of the ranks that train the same parameters
 ---@param engine ps.Engine
 function replicas.model(group, engine)
@@ -134,15 +137,16 @@ end
 function replicas.compare_cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
 
 -- -- every step -----------------------------------------------------------------------------------------------------
---- Returns the optimizer's settings as text: a line for each setting of each group.
+--- Returns the optimizer's settings as text, with one line for each setting of each group.
 ---@param engine ps.Engine
 ---@return string
 function replicas.rates(engine) return table.concat(group_lines(engine), "\n") end
 
---- Raises the error of ranks whose optimizers have different settings. All ranks must call it.
+--- Raises an error about ranks whose optimizers have different settings. All ranks must call this function.
 ---@param group ps.Group of all ranks
 ---@param engine ps.Engine
----@param rank integer the first rank, counted from 1, whose settings differ from those of the first rank in its line
+---@param rank integer counted from 1, the first rank whose settings differ from the settings of the first rank in its
+---  line of the axis dp
 function replicas.differ(group, engine, rank)
   local said, first = agree.texts(group, replicas.rates(engine)), mesh.line_of("dp", rank - 1)
   for zeroth = 0, rank - 1 do
@@ -154,11 +158,11 @@ function replicas.differ(group, engine, rank)
 end
 
 -- -- every few steps -------------------------------------------------------------------------------------------------
---- a name for the contents of settings(), for errors
+--- The name, in errors, of the values that settings() returns.
 replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
 
---- Returns, as text, the values that decide the next steps and must be equal on all ranks. The seed is not included,
---- because stages may have their own seeds.
+--- Returns a text with the values on which the next steps depend and that must be equal on all ranks. The seed is not
+--- included, because each stage may have its own seed.
 ---@param engine ps.Engine
 ---@return string
 function replicas.settings(engine)
@@ -180,9 +184,9 @@ local function random_text()
   return (("seed %s, step %s"):format(tostring(rng.seed), tostring(rng.step)):gsub("ULL", ""))
 end
 
--- Returns a {name, hash} pair for each compared state, in the same order on all ranks of the axis. The first pair is
--- for the random numbers. If ranks share a state along dp, it has only one copy and is not compared. Along tp,
--- each rank has a copy of the parameters that are not cut.
+-- Returns a pair {name, hash} for each state that is compared, in the same order on all ranks of the axis. The first
+-- pair is for the random numbers. Along dp, parameters are not compared if ranks share state, because there is only one
+-- copy. Along tp, each rank has a copy of the parameters that are not cut.
 local function hashes(engine, axis)
   local list = { { "random numbers", agree.text_hash(random_text()) },
     { replicas.OF_SETTINGS, agree.text_hash(replicas.settings(engine)) } }
@@ -215,8 +219,8 @@ local function odd_ones(column)
   return odd
 end
 
--- Returns the error of ranks whose random numbers differ. `odd` are the ranks that differ from the most common state.
--- All ranks of the group must call it.
+-- Returns the text of an error about ranks whose random numbers differ. `odd` contains the ranks that differ from the
+-- most common state. All ranks of the group must call this function.
 local function random_differ(engine, group, odd)
   local said, is_odd, usual = agree.texts(group, random_text()), {}, 0
   for _, rank in ipairs(odd) do is_odd[rank] = true end
@@ -227,7 +231,7 @@ local function random_differ(engine, group, odd)
       group:world_rank(usual), said[usual + 1])
 end
 
--- Returns the error of ranks that differ along an axis, or nil if no ranks differ.
+-- Returns the text of an error if ranks differ along an axis, or nil if no ranks differ.
 local function difference_along(engine, axis)
   local group = engine.ranks[axis]
   if not group or group:size() == 1 then return nil end
@@ -249,8 +253,8 @@ local function difference_along(engine, axis)
   end
 end
 
---- Compares the ranks' states between steps, along each axis on which ranks have copies. If states differ, all ranks
---- raise an error that names the state and the ranks. All ranks must call it.
+--- Compares the states of the ranks between steps, along each axis on which ranks have copies. If states differ, all
+--- ranks raise an error that names the state and the ranks. All ranks must call this function.
 ---@param engine ps.Engine
 function replicas.compare(engine)
   local ranks = engine.ranks
@@ -258,7 +262,7 @@ function replicas.compare(engine)
   local problem = along_dp or along_tp
   local function tell() if problem then error(problem, 0) end end
   if ranks.world:size() == ranks.dp:size() then return tell() end
-  agree.run(ranks.world, tell)                      -- the other ranks found no difference
+  agree.run(ranks.world, tell)                      -- other groups of ranks may have found no difference
 end
 
 return replicas

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Divides the chunks of layout/build.lua among ranks (ZeRO, src/zero/shard.h). layout/share.lua assigns the owner of
+-- Divides the chunks of layout/build.lua among ranks (ZeRO, src/zero/shard.h). layout/share.lua chooses the owner of
 -- each chunk.
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
@@ -8,23 +8,23 @@ local zero = {}
 
 local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 
----@class ps.engine.Sharding the ranks that share chunks, for build.lua
+---@class ps.engine.Sharding the way in which ranks share chunks, for build.lua
 ---@field group ps.Group of the ranks that train the same parameters
 ---@field stage integer ZeRO stage, 0 to 3
----@field stays boolean whether gathered parameters of other owners are kept until the end of the step
----@field once boolean whether stages 2 and 3 reduce the gradients of several micro-batches only once per step
+---@field stays boolean true if gathered parameters that other ranks own are kept until the end of the step
+---@field once boolean true if stages 2 and 3 reduce the gradients of several micro-batches only once per step
 ---@field rank integer
 ---@field size integer
 ---@field stripes integer number of stripes assigned so far
----@field staged number[] bytes of the parameters that each rank has staged so far, by rank from 1
+---@field staged number[] by rank from 1, the total size in bytes of the parameters that the rank has staged so far
 local Sharding = {}
 Sharding.__index = Sharding
 
 --- Sets up the sharing of the engine's chunks.
 ---@param group ps.Group
 ---@param stage integer
----@param stays boolean whether gathered parameters are kept until the end of the step
----@param once boolean whether gradients that other ranks own are kept until the end of the step
+---@param stays boolean true if gathered parameters are kept until the end of the step
+---@param once boolean true if gradients that other ranks own are kept until the end of the step
 ---@return ps.engine.Sharding
 function zero.new(group, stage, stays, once)
   local self = setmetatable({ group = group, stage = stage, stays = stage < 3 or stays, once = once,
@@ -34,13 +34,14 @@ function zero.new(group, stage, stays, once)
   return self
 end
 
---- These functions return whether ranks share the optimizer state, the gradients and the parameters. Shared bytes have
---- only one owner.
+--- These functions return true if ranks share the optimizer state, the gradients or the parameters. Only one rank owns
+--- bytes that are shared.
 function Sharding:state() return self.stage >= 1 end
 function Sharding:gradients() return self.stage >= 2 end
 function Sharding:parameters() return self.stage >= 3 end
 
---- Creates a part, which represents the bytes of one chunk on all ranks. `chunk` is nil if another rank owns the chunk.
+--- Creates a part. A part represents the bytes of one chunk on all ranks. at.chunk is nil if another rank owns the
+--- chunk.
 ---@param at {owner: integer, stripe: integer, dtype: string, nbytes: integer, chunk?: integer, device: integer, reads?:
 ---  boolean, keeps?: boolean}
 ---@return integer
@@ -53,18 +54,20 @@ function Sharding:part(at)
   return part_out[0]
 end
 
---- Drops a part whose chunk will be freed. If the part holds tensors, it is freed together with its last tensor.
+--- Drops a part whose chunk will be freed. If the part still holds tensors, it is freed together with the last of these
+--- tensors.
 ---@param part integer
 function Sharding:drop(part)
   native.check(C.ps_engine_part_drop(native.ctx, part))
 end
 
---- Moves a tensor into a part, `offset` bytes from the part's beginning. All ranks must call it together.
+--- Moves a tensor into a part, at `offset` bytes from the beginning of the part. All ranks must call this function
+--- together.
 function Sharding:adopt(tensor, part, offset, name)
   native.retry(C.ps_engine_part_adopt, native.ctx, tensor, part, offset, name)
 end
 
---- Creates a tensor with another tensor's shape in a part, `offset` bytes from the part's beginning.
+--- Creates a tensor in a part, at `offset` bytes from the beginning of the part. It has the shape of `like`.
 ---@return ps.Tensor
 function Sharding:tensor(like, dtype, device, part, offset, name)
   native.retry(C.ps_engine_part_tensor, native.ctx, like, native.dtype_code(dtype), device, part, offset, name,
@@ -72,7 +75,7 @@ function Sharding:tensor(like, dtype, device, part, offset, name)
   return native.own(tensor_out[0])
 end
 
---- Returns a tensor over this rank's own bytes of `tensor`, as seen from a device. Returns nil if another rank owns the
+--- Returns a tensor that accesses this rank's own bytes of `tensor` from a device. Returns nil if another rank owns the
 --- bytes.
 ---@return ps.Tensor?
 function Sharding:own(tensor, device)
@@ -80,7 +83,7 @@ function Sharding:own(tensor, device)
   if tensor_out[0] ~= nil then return native.own(tensor_out[0]) end
 end
 
---- Reserves the indices of `count` more stripes, and returns the first index.
+--- Reserves indices for `count` further stripes, and returns the first index.
 ---@return integer first
 function Sharding:take_stripes(count)
   self.stripes = self.stripes + count

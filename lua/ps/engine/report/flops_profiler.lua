@@ -13,11 +13,12 @@ local flops_profiler = {}
 ---@class ps.engine.FlopsProfiler
 ---@field engine ps.Engine
 ---@field settings ps.config.FlopsProfiler
----@field owns boolean whether the record belongs to this profiler and not to the script
+---@field owns boolean true if this profiler, and not the script, has started the record
 local FlopsProfiler = {}
 FlopsProfiler.__index = FlopsProfiler
 
--- Starts to record if the next step is the step to profile. If the script is already recording, its record is used.
+-- Starts to record if the next step is the step to profile. If the script is already recording, uses the record of the
+-- script.
 local function begin(self)
   if self.engine.steps ~= self.settings.profile_step then return end
   self.owns = C.ps_record_is_on() == 0
@@ -35,13 +36,14 @@ function flops_profiler.new(engine)
   return self
 end
 
--- Returns the depth in the model of the module with this path.
+-- Returns the depth of a module in the model. `path` is the path of the module.
 local function depth_of(path)
   if path == "" then return 0 end
   return 1 + select(2, path:gsub("%.", ""))
 end
 
--- Returns the last step of the record as a profile. Returns nil if the script began or ended a record in the meantime.
+-- Returns the last step of the record as a profile. Returns nil if the script has begun or ended a record since
+-- begin().
 local function last_step()
   local profile = json.decode(require "ps.profile.save"())
   local steps = profile.psluajit.steps
@@ -55,7 +57,7 @@ local function last_step()
   return profile
 end
 
--- Returns the names of the `n` rows with the largest values of `key`, each with its value.
+-- Returns the names of the `n` rows in which rows[i][key] is largest. Each name is followed by this value.
 local function most(rows, key, n, factor, unit)
   local sorted, names = copied(rows), {}
   table.sort(sorted, function(a, b)
@@ -69,7 +71,7 @@ local function most(rows, key, n, factor, unit)
   return table.concat(names, ", ")
 end
 
--- Appends one line for each level: "depth 1: most time h.0 3.1 ms; most operations h.0 2.5 GFLOP".
+-- Appends one line for each depth of modules: "depth 1: most time h.0 3.1 ms; most operations h.0 2.5 GFLOP".
 local function top(rows, settings, lines)
   local levels, deepest = {}, -1
   for _, row in ipairs(rows) do
@@ -102,7 +104,7 @@ local function text(self, profile)
   return table.concat(lines, "\n") .. "\n"
 end
 
---- Called at the end of each step. Begins to record before the profiled step, and writes the result after it.
+--- Called at the end of each step. Begins to record before the step to profile, and writes the result after that step.
 function FlopsProfiler:step_done()
   if self.engine.steps ~= self.settings.profile_step + 1 then return begin(self) end
   if self.owns then profiler.stop() end

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a line every `steps_per_print` steps. The line has the loss, accuracy, learning rate, loss scale, seconds per
--- step, and bytes moved between tiers. Rank 0 writes the line, with the mean loss of all ranks. Accuracy is the
--- fraction of targets whose logit is the largest. It is reported if F.cross_entropy, F.lm_loss or F.nll_loss makes the
--- loss. wall_clock_breakdown adds the seconds of forward, backward and step. It also adds PatrickStar's two speeds:
--- operations per second of this process, and samples per second of all processes. memory_breakdown adds lines about
--- memory.
+-- Writes a line every `steps_per_print` steps. The line contains the loss, the accuracy, the learning rate, the loss
+-- scale, the seconds per step, and the number of bytes moved between tiers. Rank 0 writes the line. Its loss is the
+-- mean over all ranks. Accuracy is the fraction of positions in which the target has the largest logit. It is reported
+-- if F.cross_entropy, F.lm_loss or F.nll_loss computes the loss. wall_clock_breakdown adds the seconds of forward,
+-- backward and step. It also adds PatrickStar's two speeds: operations per second of this process, and samples per
+-- second of all processes. memory_breakdown adds lines about memory.
 --
--- Each step's numbers also go to the monitors (ps.monitor). flops_profiler reports the costs of one step, and
--- comms_logger counts the calls between ranks. An engine without any of these settings has no report.
+-- The numbers of each step are also sent to the monitors (ps.monitor). flops_profiler reports the costs of one step,
+-- and comms_logger counts the calls between ranks. An engine without any of these settings has no report.
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local views = require "ps.memory.views"
@@ -20,23 +20,24 @@ local C = native.C
 
 local report = {}
 
-local EVERY = 10              -- steps per line if a breakdown is enabled and steps_per_print is not set
+local EVERY = 10              -- number of steps per line if a breakdown is enabled but steps_per_print is not set
 local HELD = 10               -- number of tensors at the peak that memory_breakdown lists
 local PARTS = { "forward", "backward", "step" }
 
 ---@class ps.engine.Report
----@field every number steps per line, or math.huge if no lines are written
+---@field every number number of steps per line, or math.huge if no lines are written
 ---@field monitor? ps.Monitor
 ---@field breakdown boolean
----@field memory boolean whether to write lines about memory
+---@field memory boolean true if lines about memory are written
 ---@field profiler? ps.engine.FlopsProfiler
----@field writes boolean whether this process writes the lines
----@field calls boolean whether to count calls between ranks
+---@field writes boolean true if this process writes the lines
+---@field calls boolean true if calls between ranks are counted
 ---@field last? string the last line
 local Report = {}
 Report.__index = Report
 
--- Returns two numbers: the bytes fetched and the bytes evicted between all tiers since the engine was opened.
+-- Returns two numbers: how many bytes have been fetched and how many have been evicted between all tiers since the
+-- engine was opened.
 local function moved()
   local up, down = 0, 0
   for _, tier in ipairs(chunks.tiers() or {}) do up, down = up + tier.bytes_up, down + tier.bytes_down end
@@ -57,7 +58,7 @@ function report.new(engine)
   local cfg = engine.cfg
   local every = cfg.steps_per_print or (cfg.wall_clock_breakdown or cfg.memory_breakdown) and EVERY or nil
   if every == 0 then every = nil end
-  local ranks = engine.ranks                   -- all ranks sum their losses, including quiet ranks
+  local ranks = engine.ranks                   -- all ranks take part in sums of losses, even if they are quiet
   local first = not ranks or ranks.world:rank() == 0
   local monitors = monitor.new(cfg, first, function(text) io.stderr:write("psluajit: ", text, "\n") end)
   local profiler = first and flops_profiler.new(engine) or nil
@@ -77,14 +78,14 @@ local function add(self, part, began, ...)
   return ...
 end
 
---- Calls fn(...) and adds the elapsed seconds to a part of the report.
+--- Calls fn(...) and adds the elapsed seconds to the time of a part of the step.
 ---@param part "forward"|"backward"|"step"
 function Report:timed(part, fn, ...)
   if not self.seconds then restart(self) end
   return add(self, part, C.ps_now(), fn(...))
 end
 
---- Adds seconds that C measured to a part of the report.
+--- Adds seconds that C has measured to the time of a part of the step.
 ---@param part "forward"|"backward"|"step"
 ---@param seconds number
 function Report:took(part, seconds)
@@ -92,11 +93,11 @@ function Report:took(part, seconds)
   self.seconds[part] = self.seconds[part] + seconds
 end
 
--- Returns whether a line is written for step `number`.
+-- Returns true if a line is written for the step with this number.
 local function has_line(self, number) return self.every < math.huge and number % self.every == 0 end
 
---- Adds the loss of a micro-batch with its weight. Reads the loss's value only if a line or events are written for the
---- step.
+--- Adds the loss of a micro-batch, multiplied by its weight. Reads the value of the loss only if a line or events are
+--- written for the step.
 ---@param loss ps.Tensor
 ---@param weight number
 function Report:take_loss(loss, weight)
@@ -104,11 +105,11 @@ function Report:take_loss(loss, weight)
   self.loss, self.weight = self.loss + loss:item() * weight, self.weight + weight
 end
 
---- Returns whether the line or the events of the current step contain its accuracy.
+--- Returns true if the accuracy of the current step is written in a line or in events.
 ---@return boolean
 function Report:scores() return self.monitor ~= nil or has_line(self, self.engine.steps + 1) end
 
---- Records for how many targets of a micro-batch the logit of the target is the largest (hits).
+--- Adds the targets of a micro-batch. `hits` is the number of targets that have the largest logit.
 ---@param hits number
 ---@param targets number
 function Report:take_score(hits, targets) self.hits, self.targets = self.hits + hits, self.targets + targets end
@@ -139,7 +140,8 @@ local function line(self)
   return (table.concat(parts, " "):gsub(" ([,;])", "%1"))
 end
 
--- Returns the bytes and the peak of each tier, and the tensors that were alive at the compute device's peak.
+-- Returns the present and the peak bytes of each tier, and the tensors that were alive when the compute device was at
+-- its peak.
 local function memory(engine)
   local device = engine.device_name
   local held = views.memory { at = "peak", device = device }
@@ -147,7 +149,8 @@ local function memory(engine)
   return ("%s\n%s"):format(views.memory(device), held)
 end
 
--- Writes the events of a step under DeepSpeed's names. Times are in milliseconds and belong to this step only.
+-- Writes the events of a step. They have DeepSpeed's names. Times are in milliseconds, and are measured in this step
+-- only.
 local function write_events(self)
   local engine, list = self.engine, {}
   local opt = engine.optimizer
@@ -163,7 +166,7 @@ local function write_events(self)
   self.monitor:write(engine.steps, list)
 end
 
---- Counts a finished step, and writes its line and events if they are due. Must be called before the learning-rate
+--- Counts a finished step. Writes its line and its events if they are due. Must be called before the learning-rate
 --- schedule advances.
 ---@param info {skipped: boolean}
 function Report:step_done(info)
@@ -188,7 +191,7 @@ function Report:step_done(info)
   self.loss, self.weight, self.hits, self.targets = 0, 0, 0, 0
 end
 
---- Closes the monitors' files, and stops counting operations and calls between ranks.
+--- Closes the files of the monitors, and stops counting operations and calls between ranks.
 function Report:close()
   if self.unwatch then self.unwatch() end
   if self.calls then

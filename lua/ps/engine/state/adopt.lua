@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Handles optimizers of ps.optim that were made before ps.initialize. If an optimizer is passed to ps.initialize, the
--- engine adopts its settings and groups, and the script continues to use it as the engine's optimizer. Any other
--- optimizer over the same parameters refuses step(), because its step() would update them a second time.
+-- Handles optimizers of ps.optim that were created before ps.initialize. If an optimizer is passed to ps.initialize,
+-- the engine adopts the optimizer's settings and groups. The script then uses this optimizer as the engine's optimizer.
+-- If another optimizer has some of the same parameters, its step() raises an error, because it would update these
+-- parameters a second time.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local optimizers = require "ps.optimizers"
@@ -26,15 +27,16 @@ function adopt.check(optimizer)
   end
 end
 
---- Returns the optimizer's settings by keys of the configuration. Each setting is a list of its value and its name in
---- messages.
+--- Returns the optimizer's settings by keys of the configuration. Each setting is a list {value, name of the setting in
+--- messages}.
 ---@param optimizer ps.Optimizer
 ---@return table<string, any[]>
 function adopt.settings(optimizer)
   local said = { ["optimizer.type"] = { optimizer.kind.name, "the optimizer's type" } }
   for _, name in ipairs(optimizers.of(optimizer.kind.name).settings) do
     local value = optimizer.defaults[name]
-    if name == "lr" then value = optimizer.given_lr end           -- nil if no lr was given: each group has its own lr
+    -- if no lr was given, it is nil, and each group has its own lr
+    if name == "lr" then value = optimizer.given_lr end
     if value ~= nil then said["optimizer.params." .. name] = { value, "the optimizer's " .. name } end
   end
   if optimizer.max_norm then said.gradient_clipping = { optimizer.max_norm, "the optimizer's max_norm" } end
@@ -44,13 +46,13 @@ end
 --- Returns the optimizer's groups as param_groups of an engine. An engine identifies parameters by name.
 ---@param optimizer ps.Optimizer
 ---@param module ps.nn.Module
----@return table[] param_groups has also a field `adopted`: a function that returns whether the optimizer has a
----  parameter
+---@return table[] param_groups with the additional field `adopted`, a function that returns true if the optimizer has
+---  the parameter with a given name
 function adopt.groups(optimizer, module)
   local number_of, list, by_name, left = {}, {}, {}, {}
   for number, group in ipairs(optimizer.groups) do
-    -- The kind is nil if it is the optimizer's own kind, which the configuration's type names. Groups of ps.bmt name no
-    -- kinds.
+    -- The kind is nil if it is equal to the optimizer's own kind, because optimizer.type of the configuration names
+    -- that kind. Groups of ps.bmt name no kinds.
     local kind = group.kind ~= optimizer.kind.name and group.kind or nil
     list[number] = { match = function(name) return by_name[name] == number end, optimizer = kind }
     for _, key in ipairs(optimizers.of(kind or optimizer.kind.name).settings) do list[number][key] = group[key] end
@@ -73,7 +75,7 @@ function adopt.groups(optimizer, module)
   return list
 end
 
---- Raises an error if the adopted optimizer does not have a parameter that was thawed.
+--- Raises an error if the adopted optimizer does not have the parameter `name`, which was thawed.
 ---@param engine ps.Engine
 ---@param name string the parameter's name
 function adopt.check_thawed(engine, name)
@@ -83,7 +85,8 @@ function adopt.check_thawed(engine, name)
     .. "be trained: create that optimizer with all parameters that will train, before they are frozen"):format(name))
 end
 
---- Makes step() raise an error while the engine is open, for every other optimizer that has parameters of this module.
+--- Finds all other optimizers that have parameters of this module. Makes their step() raise an error while the engine
+--- is open.
 ---@param engine ps.Engine
 ---@param module ps.nn.Module
 function adopt.take(engine, module)
@@ -97,7 +100,7 @@ function adopt.take(engine, module)
   end
 end
 
---- Turns the script's optimizer into an alias of the engine's optimizer.
+--- Turns the script's optimizer `given` into an alias of the engine's optimizer `own`.
 ---@param given table
 ---@param own ps.EngineOptimizer
 function adopt.become(given, own)

@@ -1,15 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs calls that evaluate or save a model. During a call, parameters have their values for evaluation. A schedule-free
--- optimizer trains with other values. Its parameters move to their averages before the call, and back after it.
+-- Runs calls that evaluate or save a model. During such a call, parameters have their values for evaluation. With a
+-- schedule-free optimizer, these values are the averages of the parameters, which differ from the training values.
+-- Before the call, the parameters are set to their averages. After the call, they are set to the training values again.
 local average = require "ps.optim.average"
 local step = require "ps.engine.step"
 local error = require("ps.core.caller").error
 
 local averaged = {}
 
---- Calls fn while the parameters hold their values for evaluation. All ranks must call it.
+--- Calls fn while the parameters have their values for evaluation. All ranks must call this function.
 ---@param engine ps.Engine
----@param call string name of the call in messages
+---@param call string name of the calling function, for messages
 ---@param fn fun(...: any): ...
 ---@param ... any arguments of fn
 ---@return any ... the results of fn

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Keeps the fp32 masters of half parameters equal to values that are written from outside the engine. A module's
--- load_state_dict writes a value into the master and rounds it into the parameter, because masters answer the hook
--- "load". Any other write (nn.init, copy_, a slice) changes the version of the parameter's bytes. The master then gets
--- the new value.
+-- Updates the fp32 masters of bf16 and fp16 parameters if other code than the engine writes to a parameter. A module's
+-- load_state_dict writes a value into the master and rounds it into the parameter, because the masters handle the hook
+-- "load". Any other write (nn.init, copy_, a slice) changes the version of the parameter's bytes. The new value is then
+-- copied into the master.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
@@ -13,15 +13,15 @@ local masters = {}
 local function drop(t) if t ~= nil then t:release() end end
 
 --- Splits fp32 values into a bf16 parameter and its remainders (memory.master = "remainder").
----@param place ps.Tensor the parameter, as the host sees it
+---@param place ps.Tensor the parameter, as a tensor on the host
 ---@param low ps.Tensor uint8 [2 numel]
 ---@param values ps.Tensor fp32, on the host
 function masters.split(place, low, values)
   scope.no_grad(function() native.ops.remainder_split_ { place, low, values } end)
 end
 
---- Returns the fp32 values of a row of built.list, as the host sees them. Returns nil if another rank holds them. The
---- tensor belongs to the engine. But if the row has remainders, the tensor is a copy.
+--- Returns the fp32 values of a row of built.list, as a tensor on the host. Returns nil if another rank has the values.
+--- If the row has remainders, the tensor is a copy. Otherwise it belongs to the engine.
 ---@param row table
 ---@return ps.Tensor?
 function masters.values(row)
@@ -31,9 +31,9 @@ function masters.values(row)
   return scope.no_grad(function() return native.ops.remainder_join(place, row.master) end)
 end
 
---- Returns the fp32 values of a row, like masters.values. If the row has remainders, returns a description of the
---- values instead. The description has a function that makes the values, so that a writer needs the memory of only one
---- tensor.
+--- Returns the fp32 values of a row, as masters.values does. If the row has remainders, returns a description of the
+--- values instead. The description contains a function that makes the tensor, so that a writer needs the memory of only
+--- one tensor at a time.
 ---@param row table
 ---@return ps.Tensor|ps.LaterTensor|nil
 function masters.values_later(row)
@@ -41,8 +41,8 @@ function masters.values_later(row)
   return { shape = row.param:shape(), dtype = "fp32", make = function() return masters.values(row) end }
 end
 
--- Metatable of the entry for a parameter with remainders. A read of the field `to` creates the parameter's fp32 tensor,
--- and `loaded` frees the tensor.
+-- Metatable of the entry for a parameter with remainders. When the field `to` is read, the parameter's fp32 tensor is
+-- created. The function in the field `loaded` frees the tensor.
 local REMAINDERS = { __index = function(held, key)
   if key ~= "to" then return nil end
   held.to = scope.no_grad(function() return native.ops.remainder_join(held.at, held.low) end)
@@ -56,18 +56,17 @@ local function split_into_place(held, param)
 end
 
 ---@class ps.engine.Held the fp32 values of one parameter
----@field to ps.Tensor tensor into which loaded values are written
----@field place? ps.Tensor the parameter as the host sees it, if it is on a device or ranks share it
----@field rounds boolean whether `to` is a master
----@field seen integer version of the parameter's bytes when it last equalled its master
----@field elsewhere? integer the rank that owns the parameter, if it is another rank; this rank does not write the
---- parameter
+---@field to ps.Tensor the tensor into which loaded values are written
+---@field place? ps.Tensor the parameter as a tensor on the host, if the parameter is on a device or ranks share it
+---@field rounds boolean true if `to` is a master, so that loaded values must be rounded into the parameter
+---@field seen integer version of the parameter's bytes when the parameter was last equal to its master
+---@field elsewhere? integer if another rank owns the parameter, that rank; this rank then does not write the parameter
 
 ---@class ps.engine.Masters
 ---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
----@field held table<ps.Tensor, ps.engine.Held> the entries of `rows`, and entries for parameters that other ranks own
+---@field held table<ps.Tensor, ps.engine.Held> the `held` of all rows, and entries for parameters that other ranks own
 ---@field unlisten fun()
----@field shared boolean whether ranks share parameters
+---@field shared boolean true if ranks share parameters
 local Masters = {}
 Masters.__index = Masters
 
@@ -79,9 +78,9 @@ local function copy_to_place(held, param)
   held.seen = C.ps_tensor_version(param)
 end
 
---- Creates the masters of a layout from the rows {param, master, place} of its lists. `master` can be the parameter
---- itself. `place` is the parameter as the host sees it, if it is on a device or ranks share it. Parameters that other
---- ranks own are marked, so that this rank does not load them.
+--- Creates the masters of a layout. The lists of `built` contain rows {param, master, place}. `master` can be the
+--- parameter itself. `place` is the parameter as a tensor on the host, if the parameter is on a device or ranks share
+--- it. Parameters that other ranks own are marked, so that this rank does not load them.
 ---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
 function masters.new(built)
@@ -89,7 +88,7 @@ function masters.new(built)
   for _, list in ipairs { built.list, built.frozen } do
     for _, row in ipairs(list) do self.shared = self.shared or row.owner ~= nil end
   end
-  -- The hooks hold only a weak reference to the masters, because a script may drop a model in plain memory without
+  -- The hooks have only a weak reference to the masters, because a script may drop a model in plain memory without
   -- closing it.
   local weak = setmetatable({ self }, { __mode = "v" })
   self.unlisten = hooks.on("load", function(param)
@@ -124,8 +123,8 @@ function masters.new(built)
   return self
 end
 
---- Copies values that were written to parameters since the last note() into their masters. Must not be called while a
---- gradient may be stored in a parameter's memory.
+--- Copies values that were written to parameters since the last note() into the masters of these parameters. Must not
+--- be called while the memory of a parameter may contain a gradient.
 function Masters:sync()
   for _, row in ipairs(self.rows) do
     local held = row.held
@@ -139,17 +138,17 @@ function Masters:sync()
   end
 end
 
---- Records that all parameters equal their masters, so that earlier writes are ignored.
+--- Records that all parameters are equal to their masters, so that sync() ignores earlier writes.
 function Masters:note()
   for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
 end
 
--- Records that values were loaded. Ranks that share parameters gather them again at the next use.
+-- Records that values were loaded. If ranks share parameters, they gather the parameters again at the next use.
 function Masters:loaded()
   if self.shared then native.check(C.ps_engine_forget(native.ctx)) end
 end
 
---- Removes the hooks, because the parameters no longer exist.
+--- Removes the hooks. Called when the parameters are freed.
 function Masters:close()
   self.unlisten()
   self.rows, self.held = {}, {}
