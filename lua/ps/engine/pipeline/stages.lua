@@ -116,7 +116,7 @@ local function by_cost(costs, table_)
 end
 
 -- Returns the weight of each part for DeepSpeed's method "type:NAME|NAME". The weight is 1 if the part contains a
--- module whose class is one of the names, and 0 otherwise.
+-- module whose class name contains one of the names (in upper or lower case), and 0 otherwise.
 local function of_type(how, list)
   local names, weights, any = how:match "^type:([%w_|]+)$", {}, false
   if not names then
@@ -149,7 +149,7 @@ end
 ---  is computed from counted operations. "measured" does the same with measured seconds, which `costs` must contain
 ---  instead of operations. "parameters" minimises the largest number of parameters in a virtual stage. "uniform"
 ---  minimises the largest number of parts in a virtual stage. "type:NAME" minimises the largest number of parts that
----  contain a module of the class NAME. A list sets the number of parts in each virtual stage. Any other text is
+---  contain a module whose class name contains NAME. A list sets the number of parts in each virtual stage. Any other text is
 ---  Megatron's layout, such as "Et*3|(tt|)*29,m|L"
 ---@param list? ps.nn.Part[] the parts; needed for "type:NAME"
 ---@return integer[] first for each virtual stage, the index of its first part, from 1; the last element is the number

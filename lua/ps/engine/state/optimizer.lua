@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The optimizer of an engine, which ps.initialize returns together with the model. It is an optimizer of ps.optimizers
--- that works on chunks. It has the configuration's clipping, loss scale and accumulation. Groups, set_lr, step and
--- zero_grad work as in ps.optim.
+-- whose parameters and states are in chunks. Clipping, the loss scale and accumulation are set by the configuration.
+-- Groups, set_lr, step and zero_grad work as in ps.optim.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local average = require "ps.optim.average"
@@ -20,14 +20,17 @@ local error = caller.error
 local ffi, C = native.ffi, native.C
 
 ---@class ps.EngineOptimizer
----@field groups table[] groups with their optimizer (kind) and settings, which may be changed between steps
----@field states ps.optimizers.State[][] for each group, the states of its parameters in addition to their fp32 values
----@field steps integer number of updates, excluding skipped ones
+---@field groups table[] groups of parameters, each with its optimizer (kind) and its settings; settings may be changed
+---  between steps
+---@field states ps.optimizers.State[][] for each group, the optimizer states that its parameters have in addition to
+---  the fp32 values
+---@field steps integer number of updates; skipped updates are not counted
 ---@field scaler? ps.LossScaler
 ---@field max_norm? number
----@field checks_overflow boolean whether a step is skipped if its gradients are not finite
----@field ranges {first: integer, n: integer}[] range of each group's parameters, as indices in the model (row.order)
----@field grad_norm? number gradient norm of the last step before clipping, or nil if it was not needed
+---@field checks_overflow boolean true if a step is skipped when its gradients are not finite
+---@field ranges {first: integer, n: integer}[] for each group, the range of its parameters' indices in the model
+---  (row.order)
+---@field grad_norm? number norm of the last step's gradients before clipping, or nil if the norm was not needed
 local Optimizer = {}
 local INSTANCE = groups.fields(Optimizer, {})
 
@@ -48,11 +51,12 @@ Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last 
 
 local double_out = ffi.new("double[1]")
 local group_array = array "ps_update_group"
-local NONE = {}                     -- no options: the configuration has the settings that ps.optim accepts here
+-- no options: the configuration contains the settings that ps.optim accepts as options of step()
+local NONE = {}
 
---- Copies the groups' settings into the settings of an action.
+--- Copies the settings of all groups into the settings of an action.
 ---@param how ffi.cdata* ps_action_how
----@param factors? table<integer, number> factors on the gradients of groups, by group from 1 (default 1)
+---@param factors? table<integer, number> by group from 1, the factor by which its gradients are multiplied (default 1)
 function Optimizer:settings_into(how, factors)
   local n = #self.groups
   if not self.c_groups then self.c_groups = group_array(n) end
@@ -64,8 +68,8 @@ function Optimizer:settings_into(how, factors)
   how.groups, how.n_groups = self.c_groups, n
 end
 
---- Checks the settings and returns them as text. The caller compares texts to find later changes. Settings must not
---- change from the beginning of an update to the end of step().
+--- Checks the settings, and returns them as text. The caller compares this text with a later text to find changes.
+--- Settings must not change from the beginning of an update to the end of step().
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
@@ -84,12 +88,12 @@ function Optimizer:checked_settings()
   return table.concat(parts)
 end
 
---- Returns the factor by which the update multiplies gradients. It undoes the loss scale and the sum over
+--- Returns the factor by which the update multiplies gradients. This factor undoes the loss scale and the sum over
 --- micro-batches.
 ---@return number
 function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
---- Advances the counters of groups. Called after each step that was not skipped.
+--- Increments the step counters of all groups. Called after each step that was not skipped.
 function Optimizer:stepped() optimizers.stepped(self.groups) end
 
 -- -- called by the step (the optimizer of plain memory overrides these: engine/state/plain.lua) -----------------------
@@ -100,7 +104,7 @@ function Optimizer:norm()
   return math.sqrt(double_out[0])
 end
 
---- Returns the norm of the gradients of some groups. It must be called after norm() in the same step.
+--- Returns the norm of the gradients of some groups. Must be called after norm() in the same step.
 ---@param numbers integer[] indices of the groups, from 1, in ascending order
 ---@return number
 function Optimizer:norm_of(numbers)
@@ -114,7 +118,7 @@ function Optimizer:norm_of(numbers)
   for _, number in ipairs(numbers) do
     local range = self.ranges[number]
     if range.n == 0 or range.first == first + n then
-      n = n + range.n                                        -- summed in one pass, as in norm()
+      n = n + range.n                                        -- adjacent groups are summed in one pass, as in norm()
     else
       add()
       first, n = range.first, range.n
@@ -124,7 +128,8 @@ function Optimizer:norm_of(numbers)
   return math.sqrt(sum)
 end
 
---- Returns the sums of squares of some parameters' gradients. It must be called after norm() in the same step.
+--- For each parameter in `list`, returns the sum of squares of its gradient. Must be called after norm() in the same
+--- step.
 ---@param list {row: ps.engine.Row}[]
 ---@return number[]
 function Optimizer:squares(list) -- luacheck: no self
@@ -136,14 +141,14 @@ function Optimizer:squares(list) -- luacheck: no self
   return squares
 end
 
---- Sets a factor on the gradient of a parameter in this step's update.
+--- Sets a factor for the gradient of a parameter. The next update multiplies the gradient by this factor.
 ---@param place integer index in built.list
 ---@param factor number
 function Optimizer:set_factor(place, factor) -- luacheck: no self
   native.check(C.ps_engine_param_scale(native.ctx, place - 1, factor))
 end
 
---- Multiplies gradients by the action's factor. Updates the parameters that this step has not updated yet.
+--- Multiplies all gradients by the factor of the action, and updates the parameters that this step has not updated yet.
 function Optimizer:update() native.retry(C.ps_engine_update, native.ctx) end
 
 --- Returns the number of parameters that this step has updated, and the number of all parameters.
@@ -157,17 +162,18 @@ end
 
 --- Drops the gradients of all parameters.
 function Optimizer:drop() native.check(C.ps_engine_drop_grads(native.ctx)) end
---- Raises an error for gradients that exist before a step's first backward. Only plain memory needs this, because C
---- allows no such gradients in chunks.
+--- Raises an error if gradients exist before the first backward of a step. Only plain memory needs this check, because
+--- in chunks, C allows no such gradients.
 function Optimizer:check_no_gradients() end
---- Drops gradients that C does not drop when it abandons a step. They exist only in plain memory.
+--- Drops the gradients that C does not drop when it abandons a step. Such gradients exist only in plain memory.
 function Optimizer:drop_own() end
 
 -- -- called by scripts ------------------------------------------------------------------------------------------------
---- Updates the parameters after the backward of the step's last micro-batch. Before that backward it does nothing. If
---- gradients overflowed, or if no target counts, the step is skipped: no parameter is updated. If an update fails,
---- another call updates the remaining parameters with the same factor on gradients.
----@param options? table must be empty: there are no options
+--- Updates the parameters. Must be called after the backward of the step's last micro-batch. A call before that
+--- backward does nothing. If gradients overflowed, or if no target counts, the step is skipped, and no parameter is
+--- updated. If an update fails, another call updates the remaining parameters, and uses the same factor for the
+--- gradients.
+---@param options? table must be empty, because there are no options
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   groups.check_closure(options)
@@ -178,9 +184,9 @@ function Optimizer:step(options)
   return info
 end
 
---- Drops the gradients. Does nothing while micro-batches accumulate. The usual loop of zero_grad, forward, backward and
---- step thus works with any gradient_accumulation_steps. After the step's last backward, zero_grad abandons the step,
---- unless parameters were updated.
+--- Drops the gradients. While micro-batches accumulate, this call does nothing. Therefore the usual loop of zero_grad,
+--- forward, backward and step works with any gradient_accumulation_steps. After the last backward of a step, this call
+--- abandons the step, unless parameters have already been updated.
 ---@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
 function Optimizer:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "optimizer:zero_grad")
@@ -188,7 +194,7 @@ function Optimizer:zero_grad(set_to_none)
   step.zero_grad(engine)
 end
 
--- Moves the fp32 values of a parameter on this rank toward one of its states.
+-- Moves the fp32 values of a parameter toward one of its states, if this rank has them.
 local function move(self, i, toward, weight)
   local row, slot = self.engine.built.list[i], self:slot(i)
   if not slot.averages or self:updates(i) == 0 then return end
@@ -224,16 +230,17 @@ local function switch(self, train, call)
   self:loaded()
 end
 
---- Moves the parameters to their values for evaluation. With AdamWScheduleFree these are the averages x. Other
---- optimizers change nothing. ps.train.run, ps.evaluate, save_pretrained and generate call this function. All ranks
---- must call it, between steps.
+--- Sets the parameters to their values for evaluation. For AdamWScheduleFree, these values are the averages x. For
+--- other optimizers, this function does nothing. It is called by ps.train.run, ps.evaluate, save_pretrained and
+--- generate. All ranks must call it, between steps.
 function Optimizer:eval() switch(self, false, "optimizer:eval()") end
 
---- After eval(), moves the parameters back to their values for training. Because of rounding, these can differ from the
---- values before eval(). Only AdamWScheduleFree changes anything. All ranks must call it, between steps.
+--- Sets the parameters to their values for training. Must be called after eval(). Because of rounding, the values can
+--- differ from the values before eval(). For optimizers other than AdamWScheduleFree, this function does nothing. All
+--- ranks must call it, between steps.
 function Optimizer:train() switch(self, true, "optimizer:train()") end
 
---- Sets the learning rate for the next step. If the rate of a group differs from the optimizer's rate, their ratio
+--- Sets the learning rate for the next step. If a group has another rate than the optimizer, the ratio of the two rates
 --- stays the same. Raises an error if the optimizer was created without a rate and its groups have different rates. In
 --- this case, set optimizer.groups[i].lr instead.
 ---@param lr number
@@ -242,8 +249,9 @@ function Optimizer:set_lr(lr)
   groups.set_lr(self, lr)
 end
 
--- Functions for optim/state.lua, up to set_updates. Parameters are numbered from 1 in the order of registration. The
--- result of slot() has a field `averages`: a tensor per state of the group, or nil if another rank holds the states.
+-- The functions from here to set_updates are called by optim/state.lua. Parameters are numbered from 1 in the order of
+-- registration. The result of slot() has a field `averages`, with one tensor per optimizer state of the group. This
+-- field is nil if another rank has the states.
 function Optimizer:count() return #self.built.list end
 function Optimizer:order(i) return self.built.list[i].order end
 function Optimizer:slot(i)
@@ -255,10 +263,10 @@ end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
 function Optimizer:set_updates(i, t) native.check(C.ps_engine_set_param_steps(native.ctx, i - 1, t)) end
 
---- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}. For SGD, an entry
---- has momentum_buffer. n counts from 0 in the order of groups. With a model, returns the form of ps.checkpoints:
---- {tensors by name, values}. The tensors belong to the engine: save them before the next step. Masters are part of
---- model:state_dict().
+--- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}. n is a parameter's
+--- index, from 0, in the order of groups. For SGD, an entry contains momentum_buffer. If `model` is given, returns the
+--- form of ps.checkpoints instead, which is {tensors by name, values}. The tensors belong to the engine. The script
+--- must save them before the next step. Masters are part of model:state_dict(), and not of this state.
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)
@@ -267,10 +275,10 @@ function Optimizer:state_dict(model)
   return state.torch(self)
 end
 
---- Loads a state that state_dict returned, in either form, or loads it from an open file (ps.load with lazy = true).
---- Loads one tensor at a time. Abandons the current step.
+--- Loads a state that state_dict has returned, in either form. The state may also be an open file (ps.load with lazy =
+--- true). Loads one tensor at a time. Abandons the current step.
 ---@param saved table|ps.TorchFile
----@param model? any as in ps.optim; ignored, since this optimizer knows its model
+---@param model? any allowed because ps.optim has it; ignored, because this optimizer knows its model
 function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   self.engine:check_open()
   self.engine:end_step()
@@ -282,11 +290,12 @@ function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   step.mend(self.engine, "optimizer")
 end
 
---- Records that values of the state, possibly masters, were written.
+--- Records that values of the state, possibly of masters, were written.
 function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 
---- Assigns the trained parameters to groups. Sorts built.list by virtual stage and then by group. As in ps.optim and
---- PyTorch, parameters are ordered group by group. Norms are summed in this order, whichever rank holds a parameter.
+--- Assigns the trained parameters to groups. Sorts built.list by virtual stage, and within a virtual stage by group. As
+--- in ps.optim and PyTorch, parameters are numbered group by group. Norms are summed in this order, whichever rank has
+--- a parameter.
 ---@param self ps.EngineOptimizer
 function optimizer.arrange(self)
   local engine, built, all = self.engine, self.built, copied(self.built.list)
@@ -310,7 +319,7 @@ function optimizer.arrange(self)
 end
 
 --- Creates the optimizer of an engine. Divides the trained parameters among the engine's param_groups (default: one
---- group), and sorts built.list by virtual stage and then by group.
+--- group). Sorts built.list by virtual stage, and within a virtual stage by group.
 ---@param engine ps.Engine
 ---@param built ps.engine.Built
 ---@param cfg ps.Config

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs an engine in plain memory (memory = "plain"). Parameters stay where they were made, and the optimizer is one of
--- ps.optim. The configuration and the calls are the same as with chunks. Specs compare the results of both, bit for
--- bit. Plain memory also accepts models with dtypes that chunks cannot hold.
+-- Runs an engine in plain memory (memory = "plain"). Parameters stay in the memory in which they were created, and the
+-- optimizer is an optimizer of ps.optim. The configuration and the calls are the same as with chunks. Specs compare the
+-- results of plain memory and of chunks, bit for bit. Plain memory also accepts models with dtypes that chunks cannot
+-- hold.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -44,13 +45,13 @@ end
 
 function PlainOptimizer:set_factor(place, factor) self.engine.built.list[place].entry.scale = factor end
 
--- Drops the factors on gradients, because they are valid for only one step.
+-- Drops the factors for gradients, because they are valid for only one step.
 local function forget_factors(self)
   for _, row in ipairs(self.engine.built.list) do row.entry.scale = nil end
 end
 
--- Updates the parameters. Drops each parameter's gradient after its update. After an error, a second call therefore
--- updates only the remaining parameters.
+-- Updates the parameters. Drops the gradient of each parameter after its update. If an update fails, a second call
+-- therefore updates only the remaining parameters.
 function PlainOptimizer:update(scale)
   optim.apply(self.inner, scale, function(entry)
     entry.param:set_grad(nil)
@@ -60,7 +61,8 @@ function PlainOptimizer:update(scale)
   forget_factors(self)
 end
 
--- Raises an error if the script's loss:backward() made gradients. In chunks, the walk itself requires model:backward.
+-- Raises an error if the script has called loss:backward() and this has made gradients. With chunks, the backward walk
+-- itself raises an error unless model:backward has started it.
 function PlainOptimizer:check_no_gradients()
   for _, row in ipairs(self.engine.built.list) do
     if row.param:grad() ~= nil then
@@ -80,7 +82,7 @@ end
 PlainOptimizer.drop_own = PlainOptimizer.drop
 function PlainOptimizer:loaded() self.inner.steps = self.steps end
 
--- optim/state.lua calls the following functions, up to set_updates.
+-- The functions from here to set_updates are called by optim/state.lua.
 function PlainOptimizer:count() return #self.engine.built.list end
 function PlainOptimizer:order(i) return i end -- luacheck: no self
 function PlainOptimizer:slot(i)
@@ -102,7 +104,7 @@ end
 function PlainOptimizer:updates(i) return self.engine.built.list[i].entry.t end
 function PlainOptimizer:set_updates(i, t) self.engine.built.list[i].entry.t = t end
 
--- Converts fp32 parameters to the configuration's dtype. Their fp32 values become the masters.
+-- Converts fp32 parameters to the dtype of the configuration. The fp32 values of the parameters become their masters.
 local function convert(module, precision)
   local made, replaced = {}, {}
   registry.walk(module, function(_, value, kind, owner, key)
@@ -121,7 +123,7 @@ local function convert(module, precision)
   return made
 end
 
--- Returns the optimizer's entries with names, in the module's order. Each entry already has its master.
+-- Returns the entries of the optimizer, with names, in the order of the module. Each entry already has its master.
 local function named_rows(module, inner, made)
   local entries, rows = {}, {}
   local orders = {}
@@ -141,7 +143,7 @@ local function named_rows(module, inner, made)
   return rows
 end
 
--- Returns the optimizer's groups with their parameters, in the form of ps.optim.
+-- Returns the groups of the optimizer with their parameters, in the form that ps.optim accepts.
 local function groups_of(engine, module)
   local param_groups, trained = engine.param_groups, {}
   local list = optim_groups.configured(engine.cfg.optimizer, param_groups)
@@ -160,7 +162,7 @@ local function groups_of(engine, module)
   return list
 end
 
--- Returns the engine's field `built`, and the group, from 0, of each row of its list.
+-- Returns two results: the field `built` of the engine, and a list with the group (from 0) of each row of built.list.
 local function rows_of(module, inner, made)
   local rows, trains, untrained, group_of, numbers = named_rows(module, inner, made), {}, {}, {}, {}
   for _, row in ipairs(rows) do trains[nn_module.address(row.param)] = true end
@@ -172,7 +174,8 @@ local function rows_of(module, inner, made)
   return { list = rows, frozen = {}, untrained = untrained }, group_of
 end
 
---- Adds parameters thawed since the last step to the optimizer. Their optimizer state begins with zeros.
+--- Adds the parameters that were thawed since the last step to the optimizer. Their optimizer states are initialized
+--- with zeros.
 ---@param engine ps.Engine
 function plain.train_thawed(engine)
   local list = training.thawed(engine)
@@ -214,14 +217,14 @@ function plain.train_thawed(engine)
   engine:laid_out(masters.new(engine.built))
 end
 
--- Begins a step, without a plan.
+-- Begins a step. In plain memory, a step needs no plan.
 local function begin_step(engine)
   plain.train_thawed(engine)
   engine.masters:sync()
   native.check(step.begin(engine, false))
 end
 
---- Creates the module and the optimizer of ps.optim. engine/setup.lua has read the configuration.
+--- Creates the module, and an optimizer of ps.optim. engine/setup.lua must have read the configuration before.
 ---@param engine ps.Engine with the fields cfg, accumulate, precision, device_name and others
 ---@param request table
 ---@return table fields of the engine

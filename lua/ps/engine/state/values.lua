@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads an engine's parameters: their fp32 values and their gradients without the loss scale. The values can be read
--- even while the parameters' memory holds gradients. Each rank returns the values that it owns.
+-- Reads the fp32 values of an engine's parameters, and the gradients of the parameters without the loss scale. The
+-- values can be read even while the memory of the parameters contains gradients. Each rank returns the values that it
+-- owns.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
@@ -11,8 +12,9 @@ local C = native.C
 
 local values = {}
 
--- Returns the bytes of a gradient that this rank owns, as a tensor that the host sees. Returns nil if another rank owns
--- the gradient. Does not read the gradient's tensor in its part, because that would gather the other ranks' bytes.
+-- Returns the bytes of a gradient that this rank owns, as a tensor on the host. Returns nil if another rank owns the
+-- gradient. Does not read the tensor of the gradient in its part, because a read would gather the bytes of the other
+-- ranks.
 local function own_gradient(engine, grad)
   if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(native.ctx,
     grad) ~= 0) then return grad end
@@ -21,11 +23,11 @@ local function own_gradient(engine, grad)
   return own
 end
 
---- Returns two values: the gradient of an engine's parameter in the current step, and the factor that undoes the loss
---- scale and the sums over micro-batches and ranks.
+--- Returns two values. The first value is the gradient of an engine's parameter in the current step. The second value
+--- is the factor that undoes the loss scale and the sums over micro-batches and ranks.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
----@return ps.Tensor? grad nil if there is none, or if another rank owns it
+---@return ps.Tensor? grad nil if there is no gradient, or if another rank owns the gradient
 ---@return number factor
 function values.gradient(engine, param)
   local grad = scope.grad_of(param)
@@ -41,10 +43,10 @@ function values.name_of(engine, param)
   for _, row in ipairs(engine.built.list) do if nn_module.address(row.param) == at then return row.name end end
 end
 
---- Returns the parameters whose values this rank holds, in the order of the model.
+--- Returns the parameters whose values this rank has, in the order of the model.
 ---@param engine ps.Engine
----@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list the engine's tensors; `factor` is
---- the number by which `grad` must be multiplied
+---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list the tensors belong to the engine;
+---  `grad` must be multiplied by `factor`
 function values.parameters(engine)
   local state, rows, list = engine:state_dict { tied = false }, {}, {}
   for _, row in ipairs(engine.built.list) do rows[nn_module.address(row.param)] = row end
@@ -67,7 +69,7 @@ local STATE = { __tostring = function(self)
     self.zero_stage, caller.counted(self.steps, "step"), where)
 end }
 
---- Returns the engine's state as a table that prints as one line.
+--- Returns the engine's state as a table. As text, this table is one line.
 ---@param engine ps.Engine
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
 ---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Performs the actions of a step. C owns the step's table of actions and says which action is due (ps_step,
--- src/base/step.h). Only this file calls ps_step to begin a step with its table, to perform actions and to end the
--- step. The engine's driver (engine/step/table.lua) defines the actions of a step and the work that Lua does in each
+-- Performs the actions of a step. C owns the step's table of actions, and determines the next action (ps_step,
+-- src/base/step.h). The functions of ps_step that begin a step, perform actions and end a step are called only by this
+-- file. The engine's driver (engine/step/table.lua) defines the actions of a step and the work that Lua does in each
 -- action.
 local array = require "ps.core.array"
 local collector = require "ps.core.collector"
@@ -14,7 +14,7 @@ local actions = {}
 
 local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE
 local NORM, UPDATE = C.PS_ACT_NORM, C.PS_ACT_UPDATE
---- by an action's kind: the number in a report's line to which the action's seconds are added
+--- by the kind of an action: the number in the report's line to which the seconds of the action are added
 actions.PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backward", [NORM] = "step",
   [UPDATE] = "step" }
 
@@ -23,7 +23,7 @@ local action_array = array "ps_action"
 
 --- Creates the step of an engine.
 ---@param engine ps.Engine
----@return ffi.cdata* step for ps_engine_open
+---@return ffi.cdata* step the step, which ps_engine_open needs
 function actions.new(engine)
   local out = ffi.new("ps_step *[1]")
   native.check(C.ps_step_new(native.ctx, out))
@@ -33,7 +33,8 @@ function actions.new(engine)
 end
 
 -- -- beginning and ending ---------------------------------------------------------------------------------------------
--- Returns the actions of a step: the driver's actions, the norm if the step needs it, and the update.
+-- Returns the actions of a step. They are the actions of the driver, the action for the norm if the step needs a norm,
+-- and the action for the update.
 local function table_of(engine, micros, measures)
   local list = engine.driver:actions(micros)
   if measures then list[#list + 1] = { NORM, 0, 0 } end
@@ -43,7 +44,7 @@ local function table_of(engine, micros, measures)
   return out, #list
 end
 
--- Returns whether the update needs a norm of all gradients.
+-- Returns true if the update needs the norm of all gradients.
 local function measures(engine)
   local opt = engine.optimizer
   return opt.max_norm ~= nil or opt.checks_overflow
@@ -51,7 +52,7 @@ end
 
 --- Tries to begin a step.
 ---@param engine ps.Engine
----@param trace integer the trace of the step that this step should repeat, or PS_TRACE_UNKNOWN or PS_TRACE_NONE
+---@param trace integer the trace that this step should repeat, or PS_TRACE_UNKNOWN or PS_TRACE_NONE
 ---@param dry? boolean
 ---@return integer rc 0, or the code of an error that is not raised
 function actions.try(engine, trace, dry)
@@ -68,7 +69,8 @@ function actions.try(engine, trace, dry)
   return rc
 end
 
---- Tries to begin a step that should repeat the step of a trace. The new step's own trace becomes engine.traces[key].
+--- Tries to begin a step that should repeat the step of a trace. The trace of the new step is stored in
+--- engine.traces[key].
 ---@param engine ps.Engine
 ---@param key string|false key of the new trace, or false if the trace is not kept
 ---@param trace? integer the trace, or nil if no trace of such a step is known
@@ -82,7 +84,7 @@ end
 
 --- Ends a step that has performed all its actions.
 ---@param engine ps.Engine
----@return integer id the step's trace, or a negative number if it has none
+---@return integer id the trace of the step, or a negative number if the step has no trace
 function actions.finish(engine)
   native.check(C.ps_step_end(state.of(engine).c, id_out))
   hooks.tell("stepped", engine.module, "done")
@@ -98,9 +100,9 @@ function actions.drop(engine)
   return clean
 end
 
---- Ends a dry step.
+--- Ends the step of a dry run.
 ---@param engine ps.Engine
----@param complete boolean whether all its actions were performed
+---@param complete boolean true if all actions of the step were performed
 ---@return integer rc 0, or the code of an error that is not raised
 ---@return integer? id the step's trace
 function actions.end_dry(engine, complete)
@@ -128,8 +130,8 @@ local function done(engine, s, ok, ...)
   return ...
 end
 
---- Performs one action. All actions run through this function, except those that C performs in a pipeline's row
---- (engine/pipeline/driver.lua).
+--- Performs one action. All actions are performed by this function, except the actions in a pipeline's row that C
+--- performs (engine/pipeline/driver.lua).
 ---@param engine ps.Engine
 ---@param kind integer
 ---@param how? ffi.cdata* ps_action_how
@@ -144,7 +146,7 @@ local function perform(engine, kind, how, ...)
 end
 actions.perform = perform
 
---- Performs one action and adds its seconds to the report.
+--- Performs one action, and adds the seconds of the action to the report.
 ---@param engine ps.Engine
 ---@param kind integer
 ---@param ... any arguments of perform

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- model:backward. The driver either walks back from the loss at once, or stores the loss for its row of actions.
+-- Implements model:backward. The driver either begins the backward walk from the loss at once, or stores the loss for a
+-- later action of its row.
 local caller = require "ps.core.caller"
 local handle = require "ps.nn.handle"
 local hooks = require "ps.core.hooks"
@@ -16,9 +17,10 @@ local weigh = require "ps.engine.step.weigh"
 
 local step = {}
 
---- Returns the weight of a loss (weigh.loss), which depends on its targets. If the model has count_targets,
---- count_targets counts them. Otherwise they come from the ops of the loss (core/loss_weight.lua), or else from the
---- last batch. In a pipeline, the last stage has sent the weight to all ranks.
+--- Returns the weight of a loss, which depends on the targets of the loss (weigh.loss). If the model has the method
+--- count_targets, this method counts the targets. Otherwise the targets are counted by the ops of the loss
+--- (core/loss_weight.lua). If no op has counted them, they are the targets of the last batch. In a pipeline, the last
+--- stage has sent the weight to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
@@ -28,18 +30,18 @@ function step.weight_of(engine, loss, options)
   local s = state.of(engine)
   local found = s.targets_of[loss]
   if found == nil then found = s.targets end
-  if s.turn and s.from[loss] == nil then found = s.turn.targets end    -- an evaluation may have replaced s.targets
+  if s.turn and s.from[loss] == nil then found = s.turn.targets end    -- an evaluation may have changed s.targets
   local known = type(options) == "table" and options.weight ~= nil or engine.driver.in_loops
     or found and found.explicit
   if not known and weigh.several(engine, state.count(engine)) then found = loss_weight.of(loss) or found end
   return weigh.loss(engine, state.count(engine), found, options)
 end
 
---- Returns for how many targets of a loss the logit of the target is the largest (hits), as the ops of the loss
---- counted. In a pipeline, the last stage has sent this number to all ranks.
+--- Returns the number of targets of a loss that have the largest logit (hits), and the number of targets. The ops of
+--- the loss have counted them. In a pipeline, the last stage has sent the numbers to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
----@return number? hits nil if no op of the loss counted them
+---@return number? hits nil if no op of the loss has counted targets
 ---@return number? targets
 function step.score_of(engine, loss)
   if not engine.driver.in_loops then return loss_weight.score(loss) end
@@ -47,7 +49,8 @@ function step.score_of(engine, loss)
   if score then return score.hits, score.targets end
 end
 
--- Adds a micro-batch's weight to the step's sum, and returns the factor on its loss. All ranks must call it together.
+-- Adds the weight of a micro-batch to the step's sum of weights, and returns the factor for the loss. All ranks must
+-- call this function together.
 local function add_weight(engine, s, weight, places, last)
   local ranks, scaler = engine.ranks, engine.optimizer.scaler
   s.total = engine.driver:weight(weight, last)
@@ -68,7 +71,7 @@ local function backward(engine, s, loss, weight, places)
   s.turn = false
 end
 
--- Raises an error if a backward does not belong to the step.
+-- Raises an error if this backward is not allowed at this point of the step.
 local function check_place(engine, s, loss)
   local is = s.is
   if s.loop then loops.check_backward(engine, loss)
@@ -84,18 +87,19 @@ local function check_place(engine, s, loss)
   end
 end
 
--- Rejects retain_graph.
+-- Raises an error if retain_graph is set.
 local function check_kept(options)
   if type(options) ~= "table" or not options.retain_graph then return end
   caller.error("backward of a model of ps.initialize with retain_graph = true: its backward updates parameters "
     .. "and frees the graph as it goes; ps.autograd.grad(loss, inputs, { retain_graph = true }) keeps both")
 end
 
-local told = setmetatable({}, { __mode = "k" })  -- engines that printed a note about a loss that was not finite
+-- The engines that have printed a note about a loss that was not finite.
+local told = setmetatable({}, { __mode = "k" })
 
--- Prints a note about the first loss that is not finite, because its gradients make all parameters NaN. With a loss
--- scaler, the note is not needed, because the scaler skips the step. A loss on a device is not checked, because the
--- read would wait for the device.
+-- Prints a note about the first loss that is not finite. The gradients of such a loss make all parameters NaN. If there
+-- is a loss scaler, no note is printed, because the scaler skips the step. A loss on a device is not checked, because
+-- reading it would wait for the device.
 local function check_finite(engine, loss)
   if told[engine] or engine.quiet or engine.optimizer.scaler or not devices.computes then return end
   if loss.numel_ ~= 1 or loss:device() ~= "cpu" then return end
@@ -108,11 +112,12 @@ local function check_finite(engine, loss)
     value ~= value and "nan" or tostring(value)))
 end
 
---- Runs backward from a loss. Scales the loss for fp16, and accumulates the gradients of micro-batches. With
---- gradient_accumulation_steps > 1 or several ranks, the weight of a micro-batch is the sum of its targets' weights.
---- The mean over a batch's tokens then does not depend on the split into micro-batches. F.cross_entropy, F.lm_loss and
---- F.nll_loss record this sum, including the effects of ignore_index and class weights. The option `weight` replaces
---- it. If no target of a step counts, step() skips the step (engine/step/weigh.lua).
+--- Runs backward from a loss. Multiplies the loss by the loss scale if parameters are fp16, and accumulates the
+--- gradients of micro-batches. With gradient_accumulation_steps > 1 or several ranks, each micro-batch has a weight,
+--- which is the sum of the weights of its targets. Therefore the mean over the tokens of a batch does not depend on how
+--- the batch is split into micro-batches. F.cross_entropy, F.lm_loss and F.nll_loss record this sum, in which
+--- ignore_index and class weights are included. If the option `weight` is given, it is used instead of this sum. If no
+--- target of a step counts, step() skips the step (engine/step/weigh.lua).
 ---@param engine ps.Engine
 ---@param loss ps.Tensor of one element
 ---@param options? {weight?: number}
@@ -142,8 +147,8 @@ function step.backward(engine, loss, options)
   if not ok then ending.fail(engine, problem) end
 end
 
--- Makes a script's tensor:backward() act as model:backward. This applies if the tensor is the loss of a named output,
--- or was computed from tensors of such an output.
+-- If a script calls tensor:backward(), does the same as model:backward. This applies if the tensor is the loss of a
+-- named output, or if it was computed from tensors of a named output.
 hooks.on("backward", function(loss, gradient, options)
   for engine, s in state.engines() do
     if s.from[loss] or s.turn and scope.made_from(loss, s.turn.outs) then

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Lets scripts use an engine's gradients between the last backward of a step and optimizer:step(), by
--- nn.clip_grad_norm, module:zero_grad() and p:grad(). Gradients are in chunks, possibly on other ranks. They are sums
--- over micro-batches and ranks, multiplied by the loss scale, but the returned norm excludes the loss scale. Clipping
--- sets a factor on the gradients in the next update. If backward updates parameters (overlap_optimizer), the gradients
--- no longer exist after it, and each of these calls is an error.
+-- Lets scripts use an engine's gradients between the last backward of a step and optimizer:step(). Scripts use them by
+-- nn.clip_grad_norm, module:zero_grad() and p:grad(). The gradients are in chunks, possibly on other ranks. They are
+-- sums over micro-batches and ranks, multiplied by the loss scale. The norm that a script gets does not include the
+-- loss scale. Clipping sets a factor by which the next update multiplies the gradients. If backward updates parameters
+-- (overlap_optimizer), the gradients no longer exist after backward, and each of these calls raises an error.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local hooks = require "ps.core.hooks"
@@ -15,8 +15,8 @@ local error = caller.error
 local CALL = "nn.clip_grad_norm"
 
 -- -- which engine -----------------------------------------------------------------------------------------------------
--- Returns the parameters of an engine by address. The entry of a trained parameter is {row =, place =}, where `place`
--- is its index in built.list. The entry of a frozen parameter is an empty table.
+-- Returns the parameters of an engine as a table by address. The entry of a trained parameter is {row =, place =}.
+-- `place` is the index of the row in built.list. The entry of a frozen parameter is an empty table.
 local function places_of(engine)
   local at, built = {}, engine.built
   for place, row in ipairs(built.list) do at[nn_module.address(row.param)] = { row = row, place = place } end
@@ -30,9 +30,9 @@ end
 -- Divides a list of parameters into the engine's parameters and all other parameters.
 ---@param params ps.Tensor[]
 ---@param engine ps.Engine
----@return table[] found entries of places_of
----@return ps.Tensor[] rest
----@return table<number, table> places by address
+---@return table[] found the entries of places_of for the engine's parameters
+---@return ps.Tensor[] rest the other parameters
+---@return table<number, table> places the result of places_of
 local function divide(params, engine)
   local places, found, rest = places_of(engine), {}, {}
   for _, param in ipairs(params) do
@@ -56,8 +56,8 @@ local function engines()
 end
 
 -- -- nn.clip_grad_norm --------------------------------------------------------------------------------------------
--- Returns the trained parameters among entries of places_of. Their order is that of the optimizer's groups, in which
--- norms are summed.
+-- Returns the trained parameters among some entries of places_of. They have the order of the optimizer's groups, in
+-- which norms are summed.
 local function trained(found)
   local list, seen = {}, {}
   for _, at in ipairs(found) do
@@ -71,8 +71,8 @@ local function trained(found)
   return list
 end
 
--- Raises an error if ranks clip different lists or use different limits, because their copies of parameters would
--- diverge.
+-- Raises an error if ranks clip different lists of parameters, or use different limits. In both cases, the ranks'
+-- copies of parameters would become different.
 local function compare(engine, list, max_norm)
   if not engine.ranks then return end
   local orders = {}
@@ -87,7 +87,7 @@ local function compare(engine, list, max_norm)
   end
 end
 
--- Raises an error if gradients are clipped a second time in a step.
+-- Raises an error if gradients are clipped more than once in a step.
 local function check_once(engine, list, max_norm)
   local opt, factors = engine.optimizer, step.factors(engine)
   if max_norm == math.huge then return end
@@ -105,8 +105,8 @@ local function check_once(engine, list, max_norm)
   end
 end
 
--- Returns the norm of some parameters' gradients. Includes the factors of earlier calls. If the norm of all gradients
--- is not finite, returns that norm instead.
+-- Returns the norm of the gradients of some parameters. The factors that earlier calls have set are included. If the
+-- norm of all gradients is not finite, returns the norm of all gradients instead.
 local function norm_of(engine, list)
   local all, factors = step.norm(engine), step.factors(engine)
   if not types.finite(all) then return all end

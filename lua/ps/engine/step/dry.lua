@@ -22,8 +22,8 @@ end
 --- Performs all actions of a step without computing anything.
 ---@param engine ps.Engine
 ---@param args any[] the model's arguments, and their number `n`
----@param like? integer a trace of this step; gathers from other ranks run ahead as in that trace
----@return integer? id the step's trace, or nil if an action failed
+---@param like? integer an earlier trace of this step; gathers from other ranks begin as early as in the earlier trace
+---@return integer? id the trace of the step, or nil if an action failed
 ---@return any problem the error of the failed action
 function dry.run(engine, args, like)
   native.check(actions.try(engine, like or C.PS_TRACE_UNKNOWN, true))

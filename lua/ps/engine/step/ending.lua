@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ends a step after its update, or earlier if a call abandons it.
+-- Ends a step after its update, or before its update if a call abandons the step.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local actions = require "ps.engine.step.actions"
@@ -8,7 +8,7 @@ local state = require "ps.engine.step.state"
 
 local ending = {}
 
---- Ends a step after its update, and keeps its trace.
+--- Ends a step after its update, and stores its trace.
 ---@param engine ps.Engine
 function ending.finish(engine)
   local s, id = state.of(engine), actions.finish(engine)
@@ -18,12 +18,12 @@ function ending.finish(engine)
   engine.masters:note()
 end
 
---- Records that a step failed in its updates, or in a backward that updates parameters. If this rank has updated some
---- of the parameters, they hold values of two steps. With several ranks, this may also be true because of another
---- rank's updates.
+--- Records that a step failed during its updates, or during a backward that updates parameters. If this rank has
+--- updated some of the parameters, but not all, the model holds values of two steps. With several ranks, this may also
+--- be the case because other ranks have updated parameters.
 ---@param engine ps.Engine
 ---@param problem any
----@param again boolean whether another optimizer:step() can finish the update
+---@param again boolean true if another call of optimizer:step() can finish the update
 function ending.note_torn(engine, problem, again)
   local n, all = engine.optimizer:updated()
   if n == 0 and not engine.ranks then return end
@@ -34,7 +34,7 @@ function ending.note_torn(engine, problem, again)
     text = text .. (again and "call optimizer:step() again to update the others, or " or "") .. load }
 end
 
---- Reverts a step that will begin again. Drops its gradients, but keeps a loop over micro-batches.
+--- Reverts a step that will begin again. Drops the gradients of the step, but does not end a loop over micro-batches.
 ---@param engine ps.Engine
 ---@param failed? any the error of a backward that updates parameters
 function ending.take_back(engine, failed)
@@ -43,13 +43,14 @@ function ending.take_back(engine, failed)
   if failed == nil and overlap.of(s) then failed = "load_state_dict abandoned it after backward" end
   if failed ~= nil then ending.note_torn(engine, failed, false) end
   if s.torn and s.torn.again then s.torn.again, s.torn.text = false, s.torn.given_up end
-  s.half_restored = not actions.drop(engine)  -- true if a gradient could not be dropped; zero_grad then tries again
+  -- True if a gradient could not be dropped. zero_grad then tries again.
+  s.half_restored = not actions.drop(engine)
   engine.optimizer:drop_own()
   state.forget(s)
   engine.masters:note()
 end
 
---- Ends the loop over micro-batches that the script is in, if any.
+--- If the script is in a loop over micro-batches, ends this loop.
 ---@param engine ps.Engine
 function ending.leave_loop(engine)
   engine.driver:abandon "the step was abandoned"
@@ -60,16 +61,16 @@ function ending.leave_loop(engine)
 end
 
 --- Abandons a step, its gradients and its loop over micro-batches. The parameters keep the values that they had before
---- the step. There is one exception: if a backward that updates parameters has run or failed, the model is torn until a
---- state is loaded.
+--- the step, unless a backward that updates parameters has run or failed. In that case, the model is torn until a state
+--- is loaded.
 ---@param engine ps.Engine
----@param failed? any the error of that backward
+---@param failed? any the error of a backward that updates parameters
 function ending.give_up(engine, failed)
   ending.take_back(engine, failed)
   ending.leave_loop(engine)
 end
 
---- Abandons a step after an error. The driver also raises the error on other ranks. Updates may have begun.
+--- Abandons a step after an error. The driver also raises the error on other ranks. Updates of the step may have begun.
 ---@param engine ps.Engine
 ---@param problem any
 function ending.fail(engine, problem)
@@ -78,8 +79,8 @@ function ending.fail(engine, problem)
   error(problem, 0)
 end
 
---- Ends the step because the script made a mistake in a loop over micro-batches. The error names the script's line.
---- Ranks of other stages get the error, too.
+--- Ends the step because the script made a mistake in a loop over micro-batches. The error names the line of the
+--- script. Ranks of other stages also get the error.
 ---@param engine ps.Engine
 ---@param text string
 function ending.give_loop_up(engine, text)
@@ -88,10 +89,10 @@ function ending.give_loop_up(engine, text)
   caller.error(text, 0)
 end
 
---- Rejects a call that is not allowed in a loop over micro-batches. If the script is in such a loop, abandons the step
---- and raises an error.
+--- Raises an error if the script is in a loop over micro-batches, because a call is not allowed in such a loop. Also
+--- abandons the step.
 ---@param engine ps.Engine
----@param what string the call
+---@param what string the name of the call
 function ending.check_no_loop(engine, what)
   local loop = state.of(engine).loop
   if not loop then return end

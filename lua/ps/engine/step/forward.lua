@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- model(...): runs the forward of a micro-batch. The first forward begins the step.
+-- Implements model(...), which runs the forward of a micro-batch. The first forward of a step begins the step.
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local declared = require "ps.core.declared"
@@ -14,14 +14,14 @@ local trained = require "ps.engine.step.trained"
 
 local forward = {}
 
--- Stores the targets with which an output's loss was computed. Returns all arguments after `s`.
+-- For an output, stores the targets with which its loss was computed. Returns all arguments after `s`.
 local function output(s, result, ...)
   local loss = batch.loss(result)
   if loss ~= nil then s.targets_of[loss] = s.targets end
   return result, ...
 end
 
--- Raises an error if gradients are disabled in an iteration of a loop, or if the mode changed since the loop began.
+-- Raises an error if gradients are disabled in an iteration of a loop, or if the mode has changed since the loop began.
 local function check_loop(engine, loop)
   if not scope.grad_enabled() then
     caller.error "gradients are off within a loop over micro-batches that began with them"
@@ -36,7 +36,7 @@ end
 --- Begins a step.
 ---@param engine ps.Engine
 ---@param args any[] the model's arguments on the device
----@param given? any[] the script's arguments; ranks compare their rows
+---@param given? any[] the script's arguments; ranks compare the rows of these arguments
 function forward.begin_step(engine, args, given)
   hooks.tell "begins"
   trained.check(engine)
@@ -44,8 +44,8 @@ function forward.begin_step(engine, args, given)
   engine.begin_step(engine, args)
 end
 
---- Runs the forward of a micro-batch. The first forward begins the step. If a step began in evaluation mode and has had
---- no backward, it starts again.
+--- Runs the forward of a micro-batch. The first forward of a step begins the step. If a step began in evaluation mode
+--- and has had no backward, the step is begun again.
 ---@param engine ps.Engine
 ---@param given any[] the arguments of the script
 ---@param args any[] the same arguments on the device
@@ -68,9 +68,9 @@ function forward.train(engine, given, args)
   return output(s, actions.timed(engine, declared.PS_ACT_FORWARD, nil, args))
 end
 
---- Stores a named output, because a script may later call backward on its loss.
+--- Stores a named output, because the script may later call backward on the loss of this output.
 ---@param engine ps.Engine
----@param at integer index of its micro-batch, from 1
+---@param at integer index of the output's micro-batch, from 1
 ---@param out table
 ---@param ... any
 ---@return table out
@@ -85,8 +85,8 @@ end
 
 local function same(...) return ... end
 
---- Performs model(...), in training mode or in evaluation mode. The first forward begins the step. In ps.no_grad, the
---- forward belongs to no step.
+--- Performs model(...), in training mode or in evaluation mode. The first forward of a step begins the step. In
+--- ps.no_grad, the forward is not part of a step.
 ---@param engine ps.Engine
 ---@return any ... the module's results
 function forward.call(engine, ...)

@@ -1,10 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The step of an engine: collects the functions that other folders call.
+-- The step of an engine. This file collects the functions that other folders call. The files are:
 --   state.lua      the state of a step
---   actions.lua    performs its actions, which a driver defines: table.lua, or engine/pipeline/driver.lua for stages
---   forward.lua    model()
+--   actions.lua    performs the actions of a step. A driver defines the actions (table.lua, or
+--                  engine/pipeline/driver.lua for a model that is cut into stages)
+--   forward.lua    model(...)
 --   loops.lua      loops over micro-batches
---   backward.lua   model:backward (overlap.lua: with updates in it)
+--   backward.lua   model:backward
+--   overlap.lua    model:backward that updates parameters
 --   update.lua     optimizer:step()
 --   dry.lua        dry runs
 --   ending.lua     ends or abandons a step

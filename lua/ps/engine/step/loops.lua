@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs loops over the micro-batches of a step. engine/micro.lua makes a loop and cuts its batch. The engine's driver
--- performs the iterations.
+-- Runs loops over the micro-batches of a step. engine/micro.lua makes a loop and splits the loop's batch. The engine's
+-- driver performs the iterations.
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
@@ -13,20 +13,21 @@ local loops = {}
 
 ---@class ps.engine.Loop
 ---@field count integer number of micro-batches
----@field rows integer|false number of rows of the whole batch, or false if the loop does not split a batch
+---@field rows integer|false number of rows of the batch that the loop splits, or false if the loop does not split a
+---  batch
 ---@field training boolean the model's mode when the loop began
----@field gather boolean whether all ranks get the output's tensors
----@field draws boolean whether micro-batches come from a loader
+---@field gather boolean true if all ranks get the tensors of the output
+---@field draws boolean true if the micro-batches are read from a loader
 ---@field given any[] the micro-batch of the current iteration
----@field targets ps.Targets|false|nil in a pipeline without gradients: targets of the current iteration's loss
----@field score {hits: number, targets: number}|false|nil `hits` is the number of `targets` in the current iteration
----  whose logit is the largest
----@field at integer index, from 1, of the current iteration's micro-batch, or 0 before the first iteration
----@field take fun(number: integer): any[] returns a micro-batch and sets the state of its random numbers
+---@field targets ps.Targets|false|nil in a pipeline without gradients, the targets of the current iteration's loss
+---@field score {hits: number, targets: number}|false|nil `targets` is the number of targets in the current iteration,
+---  and `hits` is the number of targets that have the largest logit
+---@field at integer index of the current iteration's micro-batch, from 1; 0 before the first iteration
+---@field take fun(number: integer): any[] returns the micro-batch with this number, and sets the random state for it
 ---@field draw fun(self: ps.engine.Loop): any[] returns the micro-batch of the next iteration
----@field left fun(self: ps.engine.Loop) called after the loop has ended or was abandoned
+---@field left fun(self: ps.engine.Loop) called after the loop has ended or has been abandoned
 
--- Begins a loop. Its first micro-batch will begin a step.
+-- Begins a loop. The first micro-batch of the loop will begin a step.
 local function enter(engine, s, loop)
   native.check_running "a loop over micro-batches"
   state.check_whole(engine)
@@ -42,7 +43,7 @@ local function enter(engine, s, loop)
   s.loop = loop
 end
 
--- Returns whether the loop has another micro-batch. Raises an error if the loop was abandoned, or if its last
+-- Returns true if the loop has another micro-batch. Raises an error if the loop was abandoned, or if the last
 -- micro-batch had no backward.
 local function goes_on(engine, s, loop)
   if s.loop ~= loop then caller.error "this loop over micro-batches was abandoned" end
@@ -63,8 +64,8 @@ end
 
 local function drain(engine, _, loop) engine.driver:drain(loop) end
 
---- Performs the next iteration of a step's loop. The first iteration begins the step. An error in an iteration abandons
---- the step.
+--- Performs the next iteration of a step's loop. The first iteration begins the step. If an iteration fails, the step
+--- is abandoned.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 ---@return table? out nil after the last iteration
@@ -78,8 +79,8 @@ function loops.next(engine, loop)
   return out
 end
 
---- Rejects a backward of a loss that does not belong to the loop's current micro-batch. Also rejects a second backward
---- of the same loss.
+--- Raises an error if the loss of a backward does not belong to the loop's current micro-batch, or if backward has
+--- already been called for this loss.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 function loops.check_backward(engine, loss)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Supports a backward that updates parameters as soon as their gradients are final (overlap_optimizer). This file has
--- the settings of such a backward, and refuses calls that are not possible after it.
+-- Supports a backward that updates parameters as soon as their gradients are final (overlap_optimizer). This file makes
+-- the settings of such a backward. It raises errors for calls that are not possible after such a backward.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local hooks = require "ps.core.hooks"
@@ -8,7 +8,7 @@ local state = require "ps.engine.step.state"
 
 local overlap = {}
 
---- text of the error about gradients that backward has already used
+--- text of the error that a script gets if it uses gradients that backward has already used
 overlap.GONE = "backward has already updated the parameters, so their gradients no longer exist: set gradient_clipping "
   .. "in the configuration, which clips before the update, or overlap_optimizer = false, which keeps the gradients "
   .. "until optimizer:step()"
@@ -16,8 +16,8 @@ overlap.GONE = "backward has already updated the parameters, so their gradients 
 --- Returns the settings of a backward (ps_action_how).
 ---@param engine ps.Engine
 ---@param weight number
----@param last boolean whether this is the step's last backward
----@param dry? boolean whether this is a dry run, which has no weights
+---@param last boolean true for the last backward of a step
+---@param dry? boolean true in a dry run, which has no weights
 ---@return ffi.cdata* how
 function overlap.backward(engine, weight, last, dry)
   local s = state.of(engine)
@@ -35,19 +35,20 @@ function overlap.backward(engine, weight, last, dry)
   return how
 end
 
---- Returns whether backwards of the current step have updated parameters, or may have done so.
+--- Returns true if backwards of the current step have updated parameters, or may have updated parameters.
 ---@param s ps.engine.StepState
 ---@return boolean
 function overlap.of(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.overlaps end
 
---- Returns whether backward has updated the parameters in the current step.
+--- Returns true if backward has updated the parameters in the current step.
 ---@param engine ps.Engine
 ---@return boolean
 function overlap.gradients_gone(engine) return overlap.of(state.of(engine)) end
 
---- Raises an error if the optimizer's settings change after a backward that has already used them for updates.
+--- Raises an error if the optimizer's settings are changed after a backward that has already used these settings for
+--- updates.
 ---@param engine ps.Engine
----@param what string the call
+---@param what string the name of the call
 function overlap.check_settings(engine, what)
   local s = state.of(engine)
   if not (overlap.of(s) and s.is.updating == 1) then return end
@@ -56,8 +57,8 @@ function overlap.check_settings(engine, what)
     .. "present settings: call it after step(), or set overlap_optimizer = false")
 end
 
--- Restores the optimizer's settings when a script resumes after a pause. During the pause, the user may have entered a
--- statement that changed settings which backward has already used for updates.
+-- Restores the optimizer's settings when a script continues after a pause. During the pause, the user may have entered
+-- a statement that changes settings. Backward may already have used these settings for updates.
 hooks.on("resumes", function()
   for engine, s in state.engines() do
     local opt = engine.optimizer

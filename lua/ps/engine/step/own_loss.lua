@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs a script's own loss function, ps.initialize { loss = function(out, batch) ... end }. It runs after the model,
--- which gets no targets. `out` is the model's output, by names. `batch` is the table of names with which the model was
--- called, or a list of the arguments.
+-- Runs a loss function of the script, ps.initialize { loss = function(out, batch) ... end }. The loss function runs
+-- after the model. The model gets no targets. `out` is the model's output, by names. If the model was called with a
+-- table of names, `batch` is this table. Otherwise `batch` is a list of the arguments.
 local scope = require "ps.core.scope"
 local batch = require "ps.data.batch"
 
 local own_loss = {}
 
---- Returns the arguments without the targets. The targets are the field `labels`, or the last of several arguments.
+--- Returns the arguments without the targets. In a table of names, the targets are the field `labels`. Otherwise, if
+--- there are several arguments, the targets are the last argument.
 ---@param given any[] the arguments, and their number `n`
 ---@return any[] the remaining arguments, and their number `n`
 function own_loss.inputs(given)
@@ -38,8 +39,8 @@ local function value_of(loss, out, given)
   return value
 end
 
---- Returns the model's output with the script's loss. If gradients are disabled and there are no targets, the loss is
---- computed only when the script reads out.loss, because an evaluation may need only the logits.
+--- Returns the model's output together with the script's loss. If gradients are disabled and there are no targets, the
+--- loss is computed only if the script reads out.loss, because an evaluation may need only the logits.
 ---@param loss fun(out: table, batch: table): ps.Tensor
 ---@param result any the model's result
 ---@param given any[] the model's arguments with targets, and their number `n`

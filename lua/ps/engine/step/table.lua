@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The driver of a model that this process runs as a whole. Each micro-batch has a forward and a backward. With several
--- ranks, it also has a reduction. engine/pipeline/driver.lua implements the same interface for a model that is cut into
--- stages. An engine has one driver, engine.driver.
+-- Implements the driver of a model whose layers are all in this process. The actions of a micro-batch are a forward and
+-- a backward. With several ranks, there is also a reduction. engine/pipeline/driver.lua implements the same interface
+-- for a model that is cut into stages. An engine has one driver, engine.driver.
 local batch = require "ps.data.batch"
 local collector = require "ps.core.collector"
 local create = require "ps.tensor.create"
@@ -19,33 +19,37 @@ local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_
 
 ---@class ps.engine.Driver
 ---@field engine ps.Engine
----@field in_loops boolean true if its steps are loops over micro-batches. A backward outside a loop is then an error
----@field work table<integer, fun(engine: ps.Engine, ...): any> functions that perform Lua's work for an action, by the
---- action's kind
+---@field in_loops boolean true if steps are loops over micro-batches. A backward outside a loop then raises an error
+---@field work table<integer, fun(engine: ps.Engine, ...): any> by the kind of an action, the function that performs
+---  Lua's work for the action
 ---@field actions fun(self: ps.engine.Driver, micros: integer): table[] returns a new list of a step's forwards,
---- backwards and reductions. An action is {kind, index of the virtual stage among this rank's, micro-batch}
----@field backwards fun(self: ps.engine.Driver): integer returns for how many micro-batches of the step the script has
---- called backward
----@field is_last fun(self: ps.engine.Driver): boolean returns whether the next backward is the step's last one
+---  backwards and reductions. An action is {kind, index of the virtual stage among the virtual stages of this rank,
+---  micro-batch}
+---@field backwards fun(self: ps.engine.Driver): integer returns how many micro-batches of the step have had their
+---  backward called by the script
+---@field is_last fun(self: ps.engine.Driver): boolean returns true if the next backward is the last backward of the
+---  step
 ---@field weight fun(self: ps.engine.Driver, weight: number, last: boolean): number returns the sum of the weights of
---- the step's micro-batches, including the next one; all ranks must call it together
----@field overlaps fun(self: ps.engine.Driver): boolean returns whether the step's last backward can update parameters
+---  the step's micro-batches, including the next micro-batch; all ranks must call this function together
+---@field overlaps fun(self: ps.engine.Driver): boolean returns true if the last backward of the step can update
+---  parameters
 ---@field backward fun(self: ps.engine.Driver, loss: ps.Tensor, weight: number, factor: number, last: boolean) performs
---- the script's backward from a loss, or stores the loss for later
+---  the backward that the script has called on a loss, or stores the loss for a later action
 ---@field compare fun(self: ps.engine.Driver, what: string) raises an error unless all ranks of one model make the same
 --- call
 ---@field turn fun(self: ps.engine.Driver, loop: ps.engine.Loop): table performs the next iteration of a step's loop,
---- and returns the output for the script
+---  and returns the output that the script gets
 ---@field drain fun(self: ps.engine.Driver, loop: ps.engine.Loop) performs the actions that remain after the last
 --- iteration of a loop
 ---@field look fun(self: ps.engine.Driver, loop: ps.engine.Loop): table? performs the next iteration of a loop of
---- forwards without gradients; returns nil after the last one
----@field abandon fun(self: ps.engine.Driver, why: any) abandons the current actions. Other ranks get the reason `why`
+---  forwards without gradients; returns nil after the last iteration
+---@field abandon fun(self: ps.engine.Driver, why: any) abandons the current actions. Other ranks get an error with the
+---  reason `why`
 ---@field refuse fun(self: ps.engine.Driver, text: string): string abandons a loop in which the script made a mistake.
---- Returns the text of the error, to which it has appended the consequence
+---  Returns the text of the error, which also contains the consequence
 ---@field dry_run fun(self: ps.engine.Driver, args: any[]) performs the forwards, backwards and reductions of a dry run
----@field fingerprint fun(self: ps.engine.Driver): number? returns a hash of a loop's micro-batches, which must be equal
---- on all stages of a model. Returns nil if the micro-batches are not known when the step begins
+---@field fingerprint fun(self: ps.engine.Driver): number? returns a hash of the micro-batches of a loop. The hash must
+---  be equal on all stages of a model. Returns nil if the micro-batches are not known when the step begins
 ---@field pipe ps.engine.Pipe|false the row of actions of a model that is cut into stages
 ---@field end_dry fun(self: ps.engine.Driver): boolean ends a dry run; returns true if another dry run must follow
 ---@field close fun(self: ps.engine.Driver)
@@ -56,7 +60,7 @@ Driver.__index = Driver
 
 local driver = {}
 
---- Functions for the norm and the update, which are the same in every driver.
+--- Functions for the norm and the update. They are the same in every driver.
 ---@type table<integer, fun(engine: ps.Engine, ...): any>
 driver.work = {
   [C.PS_ACT_NORM] = function(engine, wanted) return wanted and engine.optimizer:norm() end,
@@ -91,8 +95,8 @@ end
 
 function Driver:weight(weight) return state.of(self.engine).is.weight + weight end
 
--- Returns whether the step's last backward can update parameters. It can only if it is the step's only backward,
--- because otherwise gradients are final only after the last backward.
+-- Returns true if the last backward of the step can update parameters. It can if the step has only one backward. In a
+-- step with several backwards, gradients are final only after the last backward.
 function Driver:overlaps() return not self.engine.adds_up and state.of(self.engine).is.n_micro == 1 end
 
 function Driver:backward(loss, weight, factor, last)

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Decides which parameters an engine trains. These are the parameters that its module had when the engine was made. If
--- a parameter was frozen then and is thawed later, it gets a gradient and optimizer state before the next step
--- (engine/layout/thaw.lua). A parameter that is added later would be used in the forward but never be updated, so this
--- is an error. Ranks compare which parameters are frozen.
+-- Determines which parameters an engine trains. They are the parameters that the module had when the engine was
+-- created. If a parameter was frozen at that time and is thawed later, a gradient and optimizer states are created for
+-- it before the next step (engine/layout/thaw.lua). If a parameter is added to the module later, an error is raised,
+-- because the parameter would be used in the forward but never be updated. Ranks compare which of their parameters are
+-- frozen.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 
@@ -10,8 +11,8 @@ local trained = {}
 
 local seen = setmetatable({}, { __mode = "k" })       -- by engine: the value of nn_module.changes at the last check
 
---- Returns the rows of the parameters that now require a gradient but have no optimizer state, because they were frozen
---- when the layout was made. The list is in the order of the model and includes parameters of other stages.
+--- Returns the rows of the parameters that were frozen when the layout was made and now require a gradient. They have
+--- no optimizer state yet. The list is in the order of the model, and includes parameters of other stages.
 ---@param engine ps.Engine
 ---@return table[]
 function trained.thawed(engine)
@@ -22,7 +23,7 @@ function trained.thawed(engine)
 end
 
 --- Raises an error before a step if the module has parameters that the engine cannot train. Searches for such
---- parameters only after a module has changed.
+--- parameters only if a module has changed since the last check.
 ---@param engine ps.Engine
 function trained.check(engine)
   if seen[engine] == nn_module.changes then return end
@@ -40,8 +41,9 @@ function trained.check(engine)
   seen[engine] = nn_module.changes
 end
 
---- Returns a text that says which parameters of a model train. It has a character per parameter, in order: "1" if the
---- parameter trains, "0" if it is frozen. Parameters of other ranks are included.
+--- Returns a text that says which parameters of a model train. The text has one character per parameter, in the order
+--- of the model. The character is "1" if the parameter trains, and "0" if it is frozen. Parameters of other ranks are
+--- included.
 ---@param module ps.nn.Module
 ---@return string
 function trained.text(module)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Reports parameters that got no gradient in the first step. A forward that skips a layer is usually a mistake. After
--- the first update, one line names these parameters. With strict_gradients, the line is an error instead. Frozen
--- parameters do not count. Ranks combine their information, and rank 0 writes the line.
+-- the first update, a line that names these parameters is written. With strict_gradients, an error with this line is
+-- raised instead. Frozen parameters are not reported. The ranks combine their information, and rank 0 writes the line.
 local agree = require "ps.dist.agree"
 local nn_module = require "ps.nn.module"
 local lists = require "ps.core.lists"
@@ -13,11 +13,11 @@ local unused = {}
 
 local SHOWN = 8
 
--- by engine and parameter index: the parameter's number of updates before the step to check; false after the check
+-- by engine and parameter index: number of updates of the parameter before the step to check; false after the check
 local before = setmetatable({}, { __mode = "k" })
 
---- Records the number of updates of each parameter. The check after the next step needs these numbers. Also called
---- after an optimizer's state was loaded.
+--- Records how often each parameter has been updated. The check after the next step needs these numbers. Also called
+--- after the state of an optimizer has been loaded.
 ---@param engine ps.Engine
 function unused.begin(engine)
   if before[engine] == false then return end
@@ -26,14 +26,14 @@ function unused.begin(engine)
   before[engine] = counts
 end
 
--- Returns whether this module or a module inside it was called.
+-- Returns true if a module was called, or if a module inside it was called.
 local function was_called(module)
   for _, inner in module:named_modules() do if rawget(inner, "_number") then return true end end
   return false
 end
 
--- Returns two tables by path of a module: the number of trained parameters in the module, and how many of these lack a
--- gradient.
+-- Returns two tables by the path of a module. The first table contains the number of trained parameters in the module.
+-- The second table contains the number of trained parameters in the module that lack a gradient.
 local function counts_of(trained, lacking)
   local all, without = {}, {}
   for _, name in ipairs(trained) do
@@ -47,7 +47,8 @@ local function counts_of(trained, lacking)
   return all, without
 end
 
--- Returns the path of the outermost module that contains a parameter and in which no parameter got a gradient, or nil.
+-- Returns the path of the outermost module that contains the parameter `name` and in which no parameter got a gradient.
+-- Returns nil if there is no such module.
 local function outermost(name, all, without)
   for at in name:gmatch "()%." do
     local path = name:sub(1, at - 1)
@@ -55,18 +56,19 @@ local function outermost(name, all, without)
   end
 end
 
---- Returns the line about parameters without a gradient, or nil if there are none.
+--- Returns the line about parameters without a gradient. Returns nil if all parameters got a gradient.
 ---@param module ps.nn.Module
 ---@param trained string[] names of the parameters that train, in order
 ---@param lacking table<string, true>
----@param calls boolean whether this process knows which modules were called
+---@param calls boolean true if this process knows which modules were called
 ---@return string?
 function unused.text(module, trained, lacking, calls)
   local modules, said, list, n, of_list = {}, {}, {}, 0, false
   for path, inner in module:named_modules() do
     modules[path] = inner
     for key in pairs(rawget(inner, "_unused") or {}) do
-      lacking[(path == "" and "" or path .. ".") .. key] = nil  -- its module's class declares that it gets no gradient
+      -- the class of the parameter's module declares that the parameter gets no gradient
+      lacking[(path == "" and "" or path .. ".") .. key] = nil
     end
   end
   local all, without = counts_of(trained, lacking)
@@ -97,7 +99,8 @@ function unused.text(module, trained, lacking, calls)
     .. "list:size() is its number of modules" or "")
 end
 
--- Returns this rank's information, with a line per parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
+-- Returns the information of this rank as text, with one line per parameter. The line is "fc.weight=+" if the parameter
+-- fc.weight got a gradient, and "fc.weight=-" if it got no gradient.
 local function said_by(engine, counts)
   local optimizer, parts = engine.optimizer, {}
   for i, row in ipairs(engine.built.list) do
@@ -109,7 +112,8 @@ local function said_by(engine, counts)
   return table.concat(parts, "\n")
 end
 
---- Reports parameters that got no gradient, after the first step that was not skipped. All ranks must call it.
+--- Reports parameters that got no gradient. Called after each step, and reports after the first step that was not
+--- skipped. All ranks must call this function.
 ---@param engine ps.Engine
 function unused.look(engine)
   local counts = before[engine]
@@ -130,7 +134,8 @@ function unused.look(engine)
   if dist.rank() == 0 then engine:note(text) end
 end
 
---- Returns the line about an optimizer of ps.optim that has made one step. Returns nil if there is nothing to report.
+--- Returns the line about parameters without a gradient, for an optimizer of ps.optim that has made one step. Returns
+--- nil if there is nothing to report.
 ---@param module ps.nn.Module
 ---@param optimizer ps.Optimizer
 ---@return string?

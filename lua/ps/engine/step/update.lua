@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Handles gradients from the last backward of a step to the end of the step: computes their norm, and performs
--- optimizer:step() and optimizer:zero_grad().
+-- Handles gradients after the last backward of a step, until the step ends. Computes the norm of the gradients, and
+-- performs optimizer:step() and optimizer:zero_grad().
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
@@ -19,7 +19,7 @@ local NORM, UPDATE = C.PS_ACT_NORM, C.PS_ACT_UPDATE
 step.CLIP_EPS = 1e-6
 
 --- Returns the norm of all gradients of the step, without the loss scale. Returns 0 if no target counts. The first call
---- performs the step's norm action, so all ranks must make it together.
+--- in a step performs the step's action for the norm, so all ranks must make this call together.
 ---@param engine ps.Engine
 ---@return number
 function step.norm(engine)
@@ -29,7 +29,7 @@ function step.norm(engine)
   return s.norm
 end
 
---- Records how often each gradient was written. Called when a script has the norm computed before optimizer:step().
+--- Records how often each gradient has been written. Called when a script computes the norm before optimizer:step().
 ---@param engine ps.Engine
 function step.remember(engine)
   local versions = {}
@@ -41,7 +41,7 @@ function step.remember(engine)
 end
 
 -- Raises an error on all ranks if a script has written a gradient after the norm was computed. The update would
--- multiply the written values by a factor that was computed from other values.
+-- multiply the written gradient by a factor that was computed from the old gradient.
 local function check_unchanged(engine, s)
   local max_norm, mine = engine.optimizer.max_norm, ""
   local clips = next(s.clipped) or next(s.factors) or max_norm and max_norm < math.huge
@@ -63,8 +63,8 @@ local function check_unchanged(engine, s)
   end
 end
 
---- Returns the factor by which the update multiplies gradients. It undoes the loss scale and the sum over micro-batches
---- and ranks.
+--- Returns the factor by which the update multiplies gradients. This factor undoes the loss scale and the sum over
+--- micro-batches and ranks.
 ---@param engine ps.Engine
 ---@return number
 function step.unscale(engine) return engine.optimizer:grad_scale() end
@@ -72,7 +72,7 @@ function step.unscale(engine) return engine.optimizer:grad_scale() end
 --- Checks that a call can use the gradients of a whole step. Raises an error if the step's last backward has not run
 --- yet, or if optimizer:step() has begun.
 ---@param engine ps.Engine
----@param call string name of the call in messages
+---@param call string name of the calling function, for messages
 function step.check_gradients(engine, call)
   native.check_running(call)
   state.check_whole(engine)
@@ -94,8 +94,8 @@ function step.check_gradients(engine, call)
   if s.scale ~= nil then caller.error(call .. ": optimizer:step() has begun to update the parameters") end
 end
 
--- Computes the norm, checks for overflow and clips. Returns the factor by which the update multiplies gradients, or
--- false if the step is skipped.
+-- Computes the norm, checks for overflow, and clips. Returns the factor by which the update multiplies gradients.
+-- Returns false if the step is skipped.
 local function measure(engine, s)
   local opt, skipped = engine.optimizer, false
   opt.grad_norm = nil
@@ -123,8 +123,8 @@ end
 local function update(engine, s)
   if s.is.updating == 0 then check_unchanged(engine, s) end
   if s.scale == nil then
-    -- Finds a rank that makes a different call. The exchanges of the update itself would not always find it, because
-    -- sums of tied gradients, norms and owners use different groups of ranks.
+    -- Finds a rank that makes another call than optimizer:step(). The exchanges of the update itself would not always
+    -- find such a rank, because sums of tied gradients, norms and owners use different groups of ranks.
     engine.driver:compare "optimizer:step()"
     s.scale = measure(engine, s)
   end
@@ -134,15 +134,16 @@ local function update(engine, s)
   actions.timed(engine, UPDATE, how, s.scale)
 end
 
---- Clips the gradients of some groups of the optimizer, and returns their norm. If max_norm / (norm + eps) is below 1,
---- the update multiplies these gradients by this ratio. Must be called after the step's last backward. When the step
---- began, optimizer.max_norm must have been math.huge: with this value, the step computes a norm but does not clip by
---- it.
+--- Clips the gradients of some groups of the optimizer, and returns the norm of these gradients. If max_norm / (norm +
+--- eps) is below 1, the update multiplies the gradients by this ratio. Must be called after the last backward of a
+--- step. optimizer.max_norm must have been math.huge when the step began. With this value, the step computes a norm but
+--- does not clip.
 ---@param engine ps.Engine
----@param numbers integer[] indices of the groups, from 1, in ascending order; a group may be clipped once per step
+---@param numbers integer[] indices of the groups, from 1, in ascending order; each group may be clipped only once per
+---  step
 ---@param max_norm number
 ---@param eps number
----@return number norm excluding the loss scale; not finite if the gradients of any group overflowed
+---@return number norm the norm without the loss scale; not finite if the gradients of any group overflowed
 function step.clip(engine, numbers, max_norm, eps)
   state.check_whole(engine)
   local s, opt = state.of(engine), engine.optimizer
@@ -173,9 +174,10 @@ function step.clip(engine, numbers, max_norm, eps)
   return norm
 end
 
---- Updates the parameters after the backward of the step's last micro-batch. Before that backward it does nothing. If
---- gradients overflowed, or if no target counts, the step is skipped: no parameter is updated. If an update fails,
---- another call updates the remaining parameters with the same factor on gradients.
+--- Updates the parameters. Must be called after the backward of the step's last micro-batch. A call before that
+--- backward does nothing. If gradients overflowed, or if no target counts, the step is skipped, and no parameter is
+--- updated. If an update fails, another call updates the remaining parameters, and uses the same factor for the
+--- gradients.
 ---@param engine ps.Engine
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
@@ -208,11 +210,11 @@ function step.update(engine)
   return info
 end
 
---- Drops the gradients. Does nothing while micro-batches accumulate. The usual loop of zero_grad, forward, backward and
---- step thus works with any gradient_accumulation_steps. After the step's last backward, zero_grad abandons the step,
---- unless parameters were updated.
+--- Drops the gradients. While micro-batches accumulate, this call does nothing. Therefore the usual loop of zero_grad,
+--- forward, backward and step works with any gradient_accumulation_steps. After the last backward of a step, this call
+--- abandons the step, unless parameters have already been updated.
 ---@param engine ps.Engine
----@param call? string name of the call in messages (default "optimizer:zero_grad()")
+---@param call? string name of the calling function, for messages (default "optimizer:zero_grad()")
 function step.zero_grad(engine, call)
   call = call or "optimizer:zero_grad()"
   native.check_running(call)
