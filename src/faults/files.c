@@ -233,8 +233,8 @@ int fallocate(int fd, int mode, off_t offset, off_t nbytes)
 
 /* -- memory maps -------------------------------------------------------------------------------------------------- */
 /* Replaces the pages of a private map from page `which` % 10 to its end by pages of an empty file. An access to the
- * replaced pages raises SIGBUS. The kernel also raises SIGBUS if another process truncates a mapped file,
- * or if its disk fails. */
+ * replaced pages raises SIGBUS. The kernel also raises SIGBUS if another process truncates a mapped file, or if the
+ * disk of the file fails. */
 static void cut_map(char *p, size_t nbytes, int flags, double which)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), from = (size_t)which % 10 * page;

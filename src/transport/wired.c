@@ -282,8 +282,8 @@ static int wait_until(wired *w, int lane, const char *what)
     }
 }
 
-/* Waits for the calls that were handed over. This wait always ends, because the thread of the communicator lets calls
- * fail that take too long. */
+/* Waits for the calls that were handed over. This wait always ends, because the thread of the communicator raises an
+ * error for calls that take too long. */
 static int wait_for_calls(wired *w)
 {
     for (int64_t turn = 0;; turn++) {

@@ -149,8 +149,8 @@ end
 ---  is computed from counted operations. "measured" does the same with measured seconds, which `costs` must contain
 ---  instead of operations. "parameters" minimises the largest number of parameters in a virtual stage. "uniform"
 ---  minimises the largest number of parts in a virtual stage. "type:NAME" minimises the largest number of parts that
----  contain a module whose class name contains NAME. A list sets the number of parts in each virtual stage. Any other text is
----  Megatron's layout, such as "Et*3|(tt|)*29,m|L"
+---  contain a module whose class name contains NAME. A list sets the number of parts in each virtual stage. Any other
+---  text is Megatron's layout, such as "Et*3|(tt|)*29,m|L"
 ---@param list? ps.nn.Part[] the parts; needed for "type:NAME"
 ---@return integer[] first for each virtual stage, the index of its first part, from 1; the last element is the number
 ---  of parts + 1

@@ -178,7 +178,7 @@ local function better(a, b)
   return a.seconds <= b.seconds and a.moved < b.moved
 end
 
--- Of all splits that fit, returns the split with the fewest updates on the device. This split is needed if the last
+-- Returns the split with the fewest updates on the device among all splits that fit. This split is needed if the last
 -- tier cannot hold all state, so that some state must stay on the device. Raises the error of the plan if no split
 -- fits.
 local function least(engine, units, numel, most, try, problem)
