@@ -17,8 +17,8 @@ int group_after(ps_group *g, place at, int mark);
 /* Returns true if the plan has a next call. */
 bool group_plan_is_open(const ps_group *g);
 /* Exchanges headers while the plan is open, either with all ranks, or only with rank `peer` if peer >= 0. g->heard
- * receives the headers of the other ranks. *planned receives the number of ranks that make the planned call, including
- * this rank. If *planned is at least 1, the plan advances to its next call. */
+ * receives the headers of these ranks and of this rank. *planned receives the number of ranks that make the planned
+ * call, including this rank. If *planned is at least 1, the plan advances to its next call. */
 int group_plan_exchange(ps_group *g, const header *mine, int peer, int *planned);
 void group_plan_free(ps_group *g);
 

@@ -98,7 +98,7 @@ bool faults_want_power(void);
 
 /* -- system calls that do not use a door -------------------------------------------------------------------------- */
 void faults_nap(double seconds);
-/* Locks the only lock of this folder. It is not recursive. */
+/* Takes the lock of this folder. The folder has only this lock, which is not recursive. */
 void faults_lock(void);
 void faults_unlock(void);
 /* Returns the function `name` of the C library. `version` is the version of its symbol, or NULL. */

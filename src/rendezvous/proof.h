@@ -6,10 +6,10 @@
  * attacker who reads or alters packets.
  *
  *   rank            server
- *   OPEN       ->                the rank's run, 32 random bytes <-   OFFER        the server's run, 32 random bytes;
- *              if the runs differ, the server then hangs up
- *   PROOF      ->                hash(key, "rank", OPEN, OFFER) <-   WELCOME      hash(key, "server", OPEN, OFFER); or
- *              "refused", after which the server hangs up */
+ *   OPEN       ->                the rank's run, 32 random bytes
+ *              <-   OFFER        the server's run, 32 random bytes; if the runs differ, the server then hangs up
+ *   PROOF      ->                hash(key, "rank", OPEN, OFFER)
+ *              <-   WELCOME      hash(key, "server", OPEN, OFFER); or "refused", after which the server hangs up */
 #ifndef PS_RENDEZVOUS_PROOF_H
 #define PS_RENDEZVOUS_PROOF_H
 #include <stdbool.h>

@@ -357,9 +357,8 @@ const char *ps_store_lacks(const ps_store_server *s)
     return atomic_load(&s->no_files) ? "; rank 0 has as many files open as it may (ulimit -n)" : "";
 }
 
-/* Writes an error about a key for which `waiting` has waited in vain, although all ranks have connected. Names the
- * lowest connected rank that does not wait, because that rank may be the one that should set the key. text:
- * [PS_STORE_TEXT]. */
+/* Writes the error of the client `waiting`, whose wait for a key has timed out although all ranks have connected. Names
+ * the lowest connected rank that does not wait, because that rank may have to set the key. text: [PS_STORE_TEXT]. */
 static void not_set(const ps_store_server *s, const client *waiting, char *text)
 {
     int idle = INT_MAX;

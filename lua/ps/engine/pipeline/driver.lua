@@ -229,8 +229,7 @@ function Driver:once(ids, given)
     pipe:begin(nil)
     repeat until pipe:look() == nil
   end)
-  -- micros would keep the batch, which contains the caches, alive
-  pipe.micros = false
+  pipe.micros = false                                        -- the batch in pipe.micros contains the caches
   if ok then return micros[0].out end
   pipe:abandon(problem)
   error(problem, 0)

@@ -63,7 +63,7 @@ Pipe.__index = Pipe
 ---@field whole boolean true if a dry run must perform each micro-batch, because micro-batches have different effects
 
 ---@class ps.engine.PipeMicro
----@field key string signature of the micro-batch (its shapes and types)
+---@field key string signature of the micro-batch
 ---@field given any[] the model's arguments
 ---@field args any[] the model's arguments on the device
 ---@field batch table|nil the batch that the parts read, or nil if batch_of makes it from `args`
@@ -294,8 +294,8 @@ end
 -- Returns a range of micro-batches that a dry run does not perform. For these micro-batches, the dry run repeats the
 -- effects of performed micro-batches (ps_pipe_repeat). The results are the index of the first micro-batch in the range
 -- and the index after the last. The first PS_PIPE_PERFORMED micro-batches and the last micro-batch of the loop are
--- always performed. The second to the second-last micro-batch must all have the same shapes. If they do not, returns 0,
--- 0.
+-- always performed. The second to the second-last micro-batch must all have the same shapes. If they do not,
+-- both results are 0.
 local function repeated(self, row)
   local last = self.count - 1
   if row.whole or last <= C.PS_PIPE_PERFORMED then return 0, 0 end
@@ -319,8 +319,9 @@ function Pipe:begin(step, dry)
   self.row = row
 end
 
---- Passes settings to C, which are for the last backward of each virtual stage. If weight gradients are separate, they
---- are for the last weight gradients instead. Must be called before C reaches the first of these actions.
+--- Passes the settings of the last backward of each virtual stage to C. If weight gradients are separate, the settings
+--- are for the last weight gradients of each virtual stage instead. Must be called before C reaches the first of these
+--- actions.
 ---@param how ffi.cdata* ps_action_how
 function Pipe:set_last(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
 

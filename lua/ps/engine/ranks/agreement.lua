@@ -379,7 +379,7 @@ end
 --- Begins a step by calling `fn`. There are three cases other than success:
 ---   - fn fails on a rank: All ranks raise an error that names this rank and the cause.
 ---   - fn fails, but share(problem) is a number on all failed ranks: No error is raised. begin_step returns the minimum
----   of these numbers and of the other ranks' limits. The caller abandons the step.
+---     of these numbers and of the other ranks' limits. The caller abandons the step.
 ---   - fn returns names of thawed parameters on any rank: The step has not begun, and all ranks first get a new layout.
 --- Gathers begin before their chunks are needed only if all ranks expect the same gathers.
 ---@param fn fun(): string? names of the thawed parameters, if this rank needs a new layout

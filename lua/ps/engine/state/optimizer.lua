@@ -169,10 +169,9 @@ function Optimizer:check_no_gradients() end
 function Optimizer:drop_own() end
 
 -- -- called by scripts ------------------------------------------------------------------------------------------------
---- Updates the parameters. Must be called after the backward of the step's last micro-batch. A call before that
---- backward does nothing. If gradients overflowed, or if no target counts, the step is skipped, and no parameter is
---- updated. If an update fails, another call updates the remaining parameters, and uses the same factor for the
---- gradients.
+--- Updates the parameters. Does nothing before the backward of the step's last micro-batch. If gradients overflowed, or
+--- if no target counts, the step is skipped, and no parameter is updated. If an update fails, another call updates the
+--- remaining parameters, and uses the same factor for the gradients.
 ---@param options? table must be empty, because there are no options
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)

@@ -174,10 +174,9 @@ function step.clip(engine, numbers, max_norm, eps)
   return norm
 end
 
---- Updates the parameters. Must be called after the backward of the step's last micro-batch. A call before that
---- backward does nothing. If gradients overflowed, or if no target counts, the step is skipped, and no parameter is
---- updated. If an update fails, another call updates the remaining parameters, and uses the same factor for the
---- gradients.
+--- Updates the parameters. Does nothing before the backward of the step's last micro-batch. If gradients overflowed, or
+--- if no target counts, the step is skipped, and no parameter is updated. If an update fails, another call updates the
+--- remaining parameters, and uses the same factor for the gradients.
 ---@param engine ps.Engine
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
