@@ -3,7 +3,11 @@
 -- device, the host and the disk.
 --
 --   local model, optimizer = ps.initialize{ model_func = function() return gpt2.new("gpt2") end, config = config }
---   for x, y in loader:epoch() do optimizer:zero_grad() local loss = model(x, y) model:backward(loss) optimizer:step()
+--   for x, y in loader:epoch() do
+--     optimizer:zero_grad()
+--     local loss = model(x, y)
+--     model:backward(loss)
+--     optimizer:step()
 --   end
 --
 -- The model has all methods and fields of the module that it contains, such as model:parameters(), model:generate(...)

@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Loops over a step's micro-batches, which are slices of a batch or are read from a loader.
 --
---   for x, y in loader:epoch() do optimizer:zero_grad() for out in model:micro_batches(x, y) do
---   model:backward(out.loss) end optimizer:step()
+--   for x, y in loader:epoch() do
+--     optimizer:zero_grad()
+--     for out in model:micro_batches(x, y) do model:backward(out.loss) end
+--     optimizer:step()
 --   end
 --
 -- The gradient of a step is the gradient of the mean loss of the whole batch, because each micro-batch is weighted by

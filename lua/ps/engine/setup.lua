@@ -346,8 +346,8 @@ local function count_kept(engine, pipeline)
 end
 
 -- Returns an upper bound of the bytes that this process keeps per trained parameter. They are for the state, the
--- gradient and staging. If ranks share one of these, its bytes are divided by the number of ranks and increased by 10
--- %, because shares are uneven.
+-- gradient and staging. If ranks share one of these, its bytes are divided by the number of ranks, and 10 % are added,
+-- because shares are uneven.
 local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1

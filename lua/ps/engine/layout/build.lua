@@ -402,11 +402,16 @@ local function state_bytes()
 end
 
 ---@class ps.engine.Built
----@field list table[] one row for each trained parameter of this process, with these fields: name, param, master, grad,
----  unit, numel averages: a tensor per optimizer state number: its index in the model vstage: its virtual stage on this
----  rank uses: a table {vstage, grad} for each other virtual stage of this process that uses it place: the parameter as
----  the host sees it, if it is on a device or sharded values: its fp32 values as the host sees them owner: the rank
----  that owns it, if ranks share the state. On the other ranks, the row has no master, averages, place and values
+---@field list table[] one row for each trained parameter of this process, with these fields:
+---  name, param, master, grad, unit, numel
+---  averages: one tensor per optimizer state
+---  number: the parameter's index in the model
+---  vstage: the parameter's virtual stage on this rank
+---  uses: a table {vstage, grad} for each other virtual stage of this process that uses the parameter
+---  place: the parameter as a tensor on the host, if the parameter is on a device or sharded
+---  values: the parameter's fp32 values as a tensor on the host
+---  owner: the rank that owns the parameter, if ranks share the state. On the other ranks, the row has no master,
+---  averages, place and values
 ---@field frozen table[] a row for each frozen parameter: name, param, owner, place
 ---@field untrained table[] all rows of `frozen`, and in addition one row {name, param, numel, number} for each frozen
 ---  parameter of other pipeline ranks
