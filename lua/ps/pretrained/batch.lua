@@ -50,9 +50,9 @@ local function rename(from, to)
   if not ok then error(("cannot rename %s to %s: %s"):format(from, to, why:match "([^ :][^:]*)$"), 0) end
 end
 
--- Renames the older texts that differ from the new texts to NAME.old. If the batch has several files besides texts, it
--- renames all older texts, because the files get their names one after the other. Appends the paths of the renamed
--- texts to `aside`.
+-- Renames the older texts that differ from the new texts to NAME.old. If the batch contains several files that are not
+-- texts, renames all older texts, because these files are renamed to their final names one after the other. Appends the
+-- paths of the renamed texts to `aside`.
 local function set_aside(self, order, aside)
   for _, name in ipairs(order) do
     local path = target(self, name)

@@ -111,7 +111,8 @@ end
 ---@field file table the file with the codes
 ---@field rows integer
 ---@field columns integer
----@field sides table<string, table> the open files that hold the weight's other tensors, by the suffix of their names
+---@field sides table<string, table> suffix of the name of another tensor of the weight -> the open file with this
+--- tensor
 ---@field offset? number nested_offset, if the scales are quantized
 ---@field transposed boolean whether the model's weight is [columns, rows]
 ---@field packed? ps.nn.PackedType type of the blocks that reads return; nil if reads return numbers
@@ -124,7 +125,8 @@ end
 local Weights = {}
 Weights.__index = Weights
 
--- Raises an error if a tensor is missing or has another type or shape. `part` and `subject` are words for messages.
+-- Raises an error if a tensor is missing, or if its type or shape is not the given one. `part` and `subject` are words
+-- for messages.
 local function check_tensor(self, name, file, dtype, shape, part, subject)
   if not file then settings.refuse(self.path, name, "none", ("the files lack %s in NF4"):format(part)) end
   local its, other = file:dtype(name)
@@ -227,7 +229,7 @@ local function add(self, files, name, kind)
 end
 
 --- Returns the quantized weights of open files, or nil if there are none. Raises an error that names the tensor if a
---- weight is quantized in another way. Also raises an error if a tensor of a weight is missing or has another shape.
+--- weight is not quantized to NF4, or if a tensor of a weight is missing or has a wrong shape.
 ---@param path string the folder, for messages
 ---@param list table[] open files
 ---@return ps.pretrained.Nf4Weights?
@@ -295,8 +297,8 @@ end
 ---@return boolean
 function Weights:has(name) return self.weights[name] ~= nil or self.scales[name] ~= nil end
 
---- Makes later reads of a weight return its blocks, as uint8 [rows, bytes per row]. A weight that stays packed as
---- NF4_DOUBLE then also has a tensor of scales, fp32 (base/blocks.h). Its name is the weight's name with the suffix
+--- Makes later reads of a weight return its blocks, as uint8 [rows, bytes per row]. If `kind` is NF4_DOUBLE, a second
+--- tensor holds the scales, as fp32 (base/blocks.h). The name of this tensor is the weight's name with the suffix
 --- _scales.
 ---@param name string
 ---@param kind ps.nn.PackedType NF4, or NF4_DOUBLE for a weight with double quantization
@@ -387,8 +389,8 @@ local function borrow_blocks(name, weight, tensor)
     width = kind.nbytes - half }, { file = weight.file, name = name, width = half })
 end
 
--- Returns n rows of a weight as blocks of a type, uint8 [n, bytes per row], starting at row `first`. `map` has the
--- values of nested_quant_map.
+-- Returns n rows of a weight, starting at row `first`, as blocks of type `kind`. The result is uint8 [n, bytes per
+-- row]. `map` has the values of nested_quant_map.
 local function blocks_of(name, weight, kind, map, first, n)
   local per_row = weight.columns / BLOCK
   local count, half = n * per_row, BLOCK / 2

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes models whose layers are packed as NF4 in the layout of bitsandbytes (ps/pretrained/bitsandbytes.lua). Layers
--- that are packed as NF4_DOUBLE are written with double quantization. The layers that are not packed are listed in
--- llm_int8_skip_modules, because transformers expects all other linear layers in NF4.
+-- that are packed as NF4_DOUBLE are written with double quantization. Layers that are not packed are listed in
+-- llm_int8_skip_modules, because transformers expects NF4 in every linear layer that this list does not contain.
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"

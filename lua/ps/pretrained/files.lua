@@ -124,7 +124,7 @@ end
 local function same_name(name) return name end
 
 --- Returns all tensors of the open files as one state for load_state_dict. `own_name` maps a name in the files to the
---- model's name. If it returns nil, the tensor is skipped.
+--- model's name. A tensor is skipped if own_name returns nil for its name.
 ---@param own_name? fun(name: string): string? (default: the names in the files)
 ---@return table state
 function Files:state(own_name)
@@ -161,8 +161,8 @@ function Files:state(own_name)
   end
   function state.has(_, name) return home[name] ~= nil end
   --- Returns a tensor's file, the tensor's name in the file, and a function that returns the open file. The function
-  --- opens the file again if it is closed. For a tensor in pieces or a weight in NF4, the first result is the folder,
-  --- and the function returns a state.
+  --- opens the file again if the file is closed. If the tensor is split into pieces or stored as NF4, the first result
+  --- is the folder, and the function returns a state.
   function state.origin(_, name)
     local file = home[name][1]
     if getmetatable(file) ~= Pieced and file ~= self.quantized then
@@ -176,18 +176,19 @@ function Files:state(own_name)
     home[from] = nil
     if to then home[to] = found end
   end
-  --- Returns the type of a tensor of a GGUF file, or of a weight that bitsandbytes quantized. Returns nil for others.
+  --- Returns a tensor's type if the tensor is in a GGUF file or if bitsandbytes quantized it. Otherwise returns nil.
   function state.type(_, name)
     local file, raw = home[name][1], home[name][2]
     return (file == self.quantized or gguf.is(file.path)) and file:type(raw) or nil
   end
-  --- Makes later reads of a quantized tensor return its blocks. `kind` only has an effect on weights of bitsandbytes.
+  --- Makes later reads of a quantized tensor return its blocks. `kind` is ignored unless bitsandbytes quantized the
+  --- tensor.
   function state.keep_packed(_, name, kind)
     local file, raw = home[name][1], home[name][2]
     if file == self.quantized then file:keep_packed(raw, kind) else file:keep_packed(raw) end
   end
-  --- Returns whether two tensors have the same dtype, shape and bytes. At most one piece of each tensor is in memory at
-  --- a time.
+  --- Returns whether two tensors have the same dtype, shape and bytes. Compares the tensors piece by piece, and keeps
+  --- only one piece of each tensor in memory.
   function state.same(_, a, b)
     local shape, dtype, equal = state:shape(a), state:dtype(a), true
     if dtype ~= state:dtype(b) or not rectangles.same(shape, state:shape(b)) then return false end

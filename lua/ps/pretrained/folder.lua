@@ -97,7 +97,8 @@ end
 ---@return boolean
 function folder.is_adapter(path) return is(path .. "/adapter_config.json", "file") end
 
---- Raises an error for a folder of checkpoints (ps.checkpoints), which only the script that saved them can load.
+--- Raises an error if a folder contains checkpoints of ps.checkpoints. Only the script that saved a checkpoint can load
+--- it.
 ---@param path string
 function folder.refuse_checkpoints(path)
   if is(path .. "/config.json", "file") or not is(path .. "/latest", "file") then return end
@@ -157,8 +158,9 @@ local function indexed(path, from)
   return paths
 end
 
---- Returns the weight files of a folder. As in Hugging Face's libraries, safetensors files are preferred to PyTorch
---- files, and a single file to an index. For a GGUF file, returns the file itself.
+--- Returns the weight files of a folder. As in Hugging Face's libraries, safetensors files take precedence over PyTorch
+--- files, and a single file takes precedence over several files with an index. For a GGUF file, returns the file
+--- itself.
 ---@param path string the folder or GGUF file
 ---@return string[]
 function folder.files(path)
@@ -278,10 +280,11 @@ function folder.is_companion(name)
   return false
 end
 
---- Copies a model's companion files (tokenizer, generation settings) to a folder, unless the folder has them.
+--- Copies a model's companion files (tokenizer, generation settings) to a folder. Does not overwrite files in the
+--- folder.
 ---@param from string
 ---@param to string
----@param replace? boolean first removes the folder's own companion files, which may belong to another model
+---@param replace? boolean whether to first remove the companion files in `to`, which may belong to another model
 function folder.copy_companions(from, to, replace)
   for _, name in ipairs(replace and COMPANIONS or {}) do
     local path = to .. "/" .. name

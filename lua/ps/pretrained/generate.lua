@@ -121,9 +121,9 @@ end
 -- The number of tokens that transformers adds if neither the options nor the files set one.
 local DEFAULT = 20
 
--- Returns the number of tokens to add. If the call does not set it, it is computed from the options or the settings of
--- the model's files. Some settings limit the length of prompt and continuation. For these settings, the length of the
--- longest prompt is subtracted.
+-- Returns the number of tokens to add. If the call does not set this number, computes it from the options, from the
+-- settings in the model's files, or from DEFAULT. Some of these settings limit the total length of prompt and
+-- continuation. The length of the longest prompt is then subtracted from the limit.
 local function count(model, n, options, file, prompts)
   options = options or {}
   local longest, config = 0, model.config or {}
@@ -151,15 +151,15 @@ local function count(model, n, options, file, prompts)
   return caller.whole(n, "generate: the number of tokens", 0)
 end
 
---- Continues token sequences, with a cache of keys and values. When all positions of GPT-2 are used, generation
---- continues from the last half of the tokens. Models with rotary embeddings have no largest position. Missing settings
---- are read from the model's generation_config.json, if it has one.
+--- Continues token sequences, with a cache of keys and values. GPT-2 has a fixed number of positions. When all of them
+--- are used, generation continues from the last half of the tokens. Models with rotary embeddings have no largest
+--- position. Settings that the call does not set are read from the model's generation_config.json, if this file exists.
 ---@param model ps.pretrained.Model
 ---@param prompt integer[]|integer[][]|ps.Tensor|table a list of ids, a list of such lists of any lengths, int [B, T],
 --- or a tokenizer's result: { input_ids =, attention_mask = }. Ids that the mask hides are not used
----@param n? integer the largest number of tokens to add. The default is max_new_tokens or max_length of the options, or
---- else of the file, or else 20. The default is limited by the model's positions. The options may be passed in place of
---- n
+---@param n? integer the largest number of tokens to add. By default it is computed from max_new_tokens or max_length in
+--- `options`. If `options` has neither, they are read from generation_config.json. If the file has neither, n is 20, or
+--- fewer if the model has fewer free positions. The options may be passed in place of n
 ---@param options? {temperature?: number, top_k?: integer, top_p?: number, min_p?: number, do_sample?: boolean, seed?:
 --- integer, repetition_penalty?: number, no_repeat_ngram_size?: integer, min_new_tokens?: integer, eos_token_id?:
 --- integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer, num_beams?: integer,
@@ -171,9 +171,9 @@ end
 --- eos_token_id, or after the token in which a stop string ends. logits_processor is called with ids int32 [R, L],
 --- padded on the left, and logits fp32 [R, V]. With beams, these logits are log probabilities. on_token is called with
 --- -1 for rows that have ended. on_token and on_text stop the generation by returning false. With skip_special_tokens,
---- the text for on_text omits special tokens. kv_cache stores keys and values in this type, which needs less memory and
---- changes the logits. By default they have the dtype of the weights and are not rounded. Without a seed, the engine's
---- random numbers are used.
+--- the text for on_text omits special tokens. kv_cache is the type of the cached keys and values. It needs less memory
+--- than the default and changes the logits. By default, keys and values have the dtype of the weights and are not
+--- rounded. Without a seed, the engine's random numbers are used.
 ---@return integer[]|integer[][] ids The prompt and its continuation. The result is a list of lists if the prompt is a
 --- list of prompts, or if num_return_sequences > 1.
 return function(model, prompt, n, options)

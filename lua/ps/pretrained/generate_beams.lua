@@ -66,8 +66,8 @@ local function finish(state, found, K, length, chosen)
   end
 end
 
--- Returns the K candidates to continue: first the candidates that have not ended, then those that have ended. The order
--- within each of these two groups is kept.
+-- Returns the K candidates to continue. Candidates that have not ended come before candidates that have ended. The
+-- order within each of these two groups is kept.
 local function go_on(found, K)
   local list = {}
   for _, beam in ipairs(found) do if not beam.ended and #list < K then list[#list + 1] = beam end end

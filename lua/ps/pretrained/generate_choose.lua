@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Changes logits before a token is chosen. The changes are applied in the order of transformers: the repetition penalty
 -- (Keskar et al. 2019, "CTRL"), a ban on repeated n-grams, a ban on end tokens before the minimum length, and a user's
--- function. Padding is ignored. Sizes: R rows, L columns so far, V words.
+-- function. Padding is ignored. Sizes: R rows, L filled columns, V words of the vocabulary.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -45,8 +45,8 @@ end
 ---@param logits ps.Tensor fp32 [R, V]; the function may overwrite them
 ---@param rows ps.pretrained.Rows
 ---@param chosen table generate's settings
----@param together? fun(fn: fun(): boolean): boolean is given if several ranks share the model. It runs fn, and raises
---- one rank's error on all ranks
+---@param together? fun(fn: fun(): boolean): boolean calls fn, and raises one rank's error on all ranks; nil unless
+--- several ranks share the model
 ---@return ps.Tensor
 function choose.process(logits, rows, chosen, together)
   if chosen.repetition_penalty ~= 1 then logits = less_repetition(logits, rows, chosen.repetition_penalty) end

@@ -5,9 +5,13 @@
 -- differ, the following steps run the recorded ops, and the results are identical bit for bit. Otherwise all steps run
 -- the model's code.
 --
--- A step runs the model's code in these cases: the step has several columns; a module's code is not part of psluajit;
--- the model has hooks or adapters; an engine or several ranks hold the model; or ops are profiled, cast or checked for
--- anomalies. If a script assigns to a module's field outside the module's calls, the recorded ops are discarded.
+-- A step always runs the model's code in these cases:
+--   the step has several columns
+--   a module's code is not part of psluajit
+--   the model has hooks or adapters
+--   an engine holds the model, or several ranks share it
+--   ops are profiled, cast or checked for anomalies
+-- If a script assigns to a module's field outside the module's calls, the recorded ops are discarded.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
@@ -16,15 +20,18 @@ local nn_module = require "ps.nn.module"
 local scope = require "ps.core.scope"
 local C, ffi = native.C, native.ffi
 
--- on: whether steps are repeated. Tests turn this off to compare both ways. count: number of steps that were repeated.
+-- on: whether steps are repeated. Tests set it to false to compare repeated steps with steps that run the model's code.
+-- count: number of steps that were repeated.
 local replay = { on = true, count = 0 }
 
 local POINTER, WORDS = ffi.typeof "ps_tensor *", ffi.typeof "int64_t *"
 local words, pointers = array "int64_t", array "ps_tensor *"
 local NONE = -1                         -- the slot number for an absent input or output
 
--- A slot is the number of one tensor of a step. Its kind is the tensor's name for a tensor of the batch, the tensor's
--- pointer for a tensor made outside the step, or true for an output of an op.
+-- A slot is the number of one tensor of a step. The kind of a slot is one of these values:
+--   the tensor's name      if the tensor belongs to the batch
+--   the tensor's pointer   if the tensor was made outside the step
+--   true                   if the tensor is an output of an op
 ---@class ps.pretrained.Tape
 ---@field at integer number of cached positions of the recorded step
 ---@field kinds table<integer, string|ffi.cdata*|true> kind of each slot, counted from 0
@@ -128,8 +135,8 @@ local function same_slots(a, b)
 end
 
 -- Compares the attributes of one op in two steps, word by word. at_a and at_b are the numbers of cached positions in
--- the two steps. A word may differ if it is the number of cached positions plus 0 or 1 in both steps. Returns this
--- addend for each such word, by the word's index. Returns nil if a word differs in another way.
+-- the two steps. A word may differ if it is at_a + c in one step and at_b + c in the other step, where c is 0 or 1.
+-- Returns a table that maps the index of each such word to c. Returns nil if a word differs in another way.
 local function moving(a, b, at_a, at_b)
   if a == b then return {} end
   if #a ~= #b or #a % 8 ~= 0 then return nil end

@@ -3,7 +3,8 @@
 -- keys and values of the columns that the model has read. A model needs these functions:
 --   positions()                  returns the model's number of positions, or math.huge if it has no limit
 --   new_caches(R, S, kind)       returns a table with a table of tensors [R rows, ., S positions, .] for each layer.
---                                Their dtype is that of the weights, or kind "bf16" or "q8_0" (uint8, rows of blocks)
+--                                The tensors have the dtype of the weights, or the type `kind` if it is given: "bf16"
+--                                or "q8_0" (uint8, rows of blocks)
 --   next_logits(ids, step)       returns logits [R, V] or [R, 1, V] after the columns ids int [R, n]. These columns
 --                                follow the step.at columns whose keys and values are in step.caches.
 --                                step.mask: bool [R, at + n], false hides a column; nil hides none
@@ -34,7 +35,7 @@ local error = caller.error
 ---@field starts integer[] the column of each row's first token, counted from 0
 ---@field lead integer the largest value of `starts`
 ---@field base integer? the column of ids whose position in the caches is 0; nil before the first logits
----@field kind? string type of the caches, if it differs from that of the weights
+---@field kind? string type of the caches, if it differs from the type of the weights
 ---@field at integer number of columns, starting at `base`, whose keys and values are in the caches
 local Rows = {}
 Rows.__index = Rows
@@ -48,7 +49,7 @@ local function device_of(model) return model.where_ids or model:parameters()[1]:
 ---@param prompts integer[][] no prompt is empty
 ---@param n integer
 ---@param copies integer rows per prompt
----@param kind? "bf16"|"q8_0" type of the caches (default: that of the weights)
+---@param kind? "bf16"|"q8_0" type of the caches (default: the type of the weights)
 ---@return ps.pretrained.Rows
 function rows.new(model, prompts, n, copies, kind)
   local width, columns, starts = 0, {}, {}
@@ -97,7 +98,8 @@ local function check_caches(caches, kind)
     kind, t:dtype()))
 end
 
--- Makes the model read again from column `base`: the caches become empty, and the column gets position 0.
+-- Makes the model read the columns again, starting at column `base`. Empties the caches and assigns position 0 to
+-- column `base`.
 local function read_from(self, base)
   if not self.caches then
     self.caches = self.model:new_caches(self.count, self.window, self.kind)
@@ -174,7 +176,8 @@ function Rows:append(ids)
   self.length = self.length + 1
 end
 
---- Replaces each row's tokens, keys and values with those of another row that continues the same prompt.
+--- Replaces each row's tokens, keys and values with the tokens, keys and values of another row that continues the same
+--- prompt.
 ---@param order integer[] the index of the source row for each row, from 0
 function Rows:reorder(order)
   local same = true

@@ -87,8 +87,8 @@ local function ends(value, vocabulary)
   return set, count
 end
 
--- Sets the temperature. Temperature 0 selects the likeliest token. As in transformers, if the script sets nothing, a
--- model with a generation_config.json uses the file's settings, and a model without the file samples.
+-- Sets the temperature. Temperature 0 selects the likeliest token. If the script sets no sampling option, do_sample in
+-- generation_config.json decides whether to sample, as in transformers. Without this file, tokens are sampled.
 local function choose_temperature(chosen, given, file)
   local asked = given.temperature or given.top_k or given.top_p or given.min_p
   local sample = given.do_sample

@@ -73,9 +73,9 @@ local function nearly(a, b)
   return same
 end
 
--- Returns the rotary settings that correspond to the tensor rope_freqs.weight. Its factors divide the frequencies.
--- Llama 3's factors become rope_type llama3. Other factors become rope_type longrope, with this list as both of its
--- lists.
+-- Returns the rotary settings that correspond to the tensor rope_freqs.weight. The frequencies are divided by the
+-- tensor's elements. If these elements are Llama 3's factors, rope_type is llama3. Otherwise rope_type is longrope, and
+-- its lists short_factor and long_factor both contain the elements.
 local function of_factors(file, fields, D)
   local list = file:tensor("rope_freqs.weight"):to("fp32"):tolist()
   if #list ~= D / 2 then
@@ -212,8 +212,8 @@ function gguf.fields(file)
   return fields
 end
 
--- Renames the tensors to Hugging Face's names. Raises an error for an unknown tensor, because without this tensor the
--- model would compute something else.
+-- Renames the tensors to Hugging Face's names. Raises an error for an unknown tensor, because the model's results would
+-- be wrong without this tensor.
 local function present(file, arch, fields)
   for _, raw in ipairs(file:names()) do
     local own, rows = names.to_hf(arch, raw)

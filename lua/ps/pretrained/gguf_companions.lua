@@ -97,7 +97,7 @@ end
 --- Writes a GGUF file's tokenizer and generation settings to a folder. Files that the folder already has are kept.
 ---@param from string the GGUF file
 ---@param to string
----@param fields table the contents of its config.json
+---@param fields table the fields of a config.json for the file's model
 function companions.write(from, to, fields)
   companions.write_tokenizer(from, to)
   local generation = { bos_token_id = fields.bos_token_id, eos_token_id = fields.eos_token_id,

@@ -109,8 +109,8 @@ function names.of_model_type(model_type)
   end
 end
 
--- Returns the rows of an architecture's table `tensors`, indexed by one of their two names. In this name, N replaces
--- the layer's index.
+-- Returns the rows of an architecture's table `tensors`, indexed by GGUF's name (column 1) or by Hugging Face's name
+-- (column 2). N replaces the layer's index in these names.
 local function by_column(arch, column)
   arch.by = arch.by or {}
   if not arch.by[column] then
@@ -136,8 +136,8 @@ end
 ---@return integer? layer
 function names.to_hf(arch, name) return translate(arch, name, 1, 2) end
 
---- Returns the number of heads if llama.cpp stores the rows of a tensor in its own order by heads. Returns nil if
---- llama.cpp keeps the row order.
+--- If llama.cpp reorders the rows of a tensor within each head, returns the number of heads. Returns nil if llama.cpp
+--- keeps the row order.
 ---@param settings table Hugging Face's settings of the model
 ---@param rows "heads"|"groups"|"swapped"|nil the row order that to_hf or to_gguf returned
 ---@return integer?
@@ -146,7 +146,7 @@ function names.heads(settings, rows)
   if rows == "groups" then return settings.num_key_value_heads or settings.num_attention_heads end
 end
 
---- Returns GGUF's name for a Hugging Face tensor, or nil if the architecture has no such tensor. The name may lack the
+--- Returns GGUF's name for a Hugging Face tensor, or nil if the architecture has no such tensor. `name` may lack the
 --- body's prefix.
 ---@param arch ps.gguf.Architecture
 ---@param name string

@@ -19,14 +19,15 @@ local C = native.C
 
 local gguf = {}
 
--- For each option, the type of most tensors, and llama.cpp's number for the file type.
+-- Maps each value of the option `type` to the type of most tensors in the file, and to llama.cpp's number for the file
+-- type.
 local TYPES = { f32 = { "F32", 0 }, f16 = { "F16", 1 }, bf16 = { "BF16", 32 }, q8_0 = { "Q8_0", 7 },
   q4_0 = { "Q4_0", 2 }, q4_k_m = { "Q4_K", 15 }, q6_k = { "Q6_K", 18 } }
 local BLOCK = { Q8_0 = 32, Q4_0 = 32, Q5_0 = 32, Q4_K = 256, Q6_K = 256 }
 local ALWAYS_F32 = { ["position_embd.weight"] = true, ["token_types.weight"] = true }
 
--- Returns whether llama-quantize's mixture of types uses more bits for a layer. It does so in the first eighth and the
--- last eighth of the layers, and in every third layer between them.
+-- Returns whether llama-quantize's mixture of types uses more bits for this layer than for most layers. The layers with
+-- more bits are the first eighth and the last eighth of the layers, and every third layer between these two groups.
 local function more_bits(layer, layers)
   local eighth = math.floor(layers / 8)
   return layer < eighth or layer >= math.floor(7 * layers / 8) or (layer - eighth) % 3 == 2
@@ -107,7 +108,8 @@ local function factors(p, D)
   return p.rope_type == "llama3" and rope.llama3_factors(p, p.rope_theta, D) or nil
 end
 
--- Returns the metadata entries except those of the tokenizer, and the factors that divide the rotary frequencies.
+-- Returns all metadata entries except the tokenizer's entries. Also returns the factors by which the rotary frequencies
+-- are divided.
 local function entries_of(model, arch_name, arch, kind, parameters, name)
   local config, entries = model.config, {}
   local function general(key, type, value) entries[#entries + 1] = { key, type, value } end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads the tokenizer in a GGUF file's metadata. Returns a description in the form of tokenizer.json without its
--- vocabulary, and the settings of a tokenizer_config.json. ps/tokenizer/read.lua makes the engine's tokenizer from
--- them, and gguf_companions.lua writes them to a folder.
+-- Reads the tokenizer in a GGUF file's metadata. Returns the contents of a tokenizer.json without the vocabulary, and
+-- the settings of a tokenizer_config.json. ps/tokenizer/read.lua makes the engine's tokenizer from both results.
+-- gguf_companions.lua writes both results to a folder.
 local caller = require "ps.core.caller"
 local settings = require "ps.pretrained.settings"
 local error = caller.error
@@ -29,9 +29,10 @@ local DEEPSEEK_HAN = "[\228\184\128-\233\190\165\227\129\128-\227\130\159\227\13
 
 local CODER_HAN = "[\228\184\128-\233\190\165\224\160\128-\228\184\128\234\176\128-\237\159\191]+"
 
--- Pre-tokenizers by their names in tokenizer.ggml.pre. Each has the expressions that split a text, which are applied
--- one after the other. whole: a word that is a token is not split into pieces to merge. bos: texts begin with the bos
--- token unless the file sets add_bos_token.
+-- Maps a name in tokenizer.ggml.pre to a pre-tokenizer. The list items are the expressions that split a text. They are
+-- applied in order. A pre-tokenizer can also have these fields:
+--   whole   if a word is a token, the word is not split into pieces that are then merged
+--   bos     texts begin with the bos token unless the file sets add_bos_token
 local PRE = { ["llama-bpe"] = { LLAMA3, whole = true, bos = true }, ["gpt-2"] = { GPT2 }, mpt = { GPT2 },
   olmo = { GPT2 }, jais = { GPT2 }, trillion = { GPT2 }, ["granite-docling"] = { GPT2 }, qwen2 = { QWEN2 },
   stablelm2 = { QWEN2 }, hunyuan = { QWEN2 }, ["solar-open"] = { QWEN2 }, megrez = { QWEN2 }, ["grok-2"] = { QWEN2 },
@@ -108,8 +109,8 @@ local function of_pieces(t, file)
   return t
 end
 
--- Describes a WordPiece tokenizer. In llama.cpp, the first piece of a word has the prefix U+2581, and the other pieces
--- do not have "##".
+-- Describes a WordPiece tokenizer. llama.cpp writes the prefix U+2581 before the first piece of a word, and no "##"
+-- before the word's other pieces.
 local function of_words(t, file)
   for i, token in ipairs(t.tokens) do
     if t.types[i] ~= CONTROL and t.types[i] ~= UNKNOWN then
@@ -190,7 +191,8 @@ function tokenizer.kind(file)
   return not NONE[kind] and kind or nil
 end
 
---- Returns the tokenizer of an open file. If its kind or its rule is not supported, raises an error that names it.
+--- Returns the tokenizer of an open file. Raises an error if the tokenizer's kind or its pre-tokenization rule is not
+--- supported. The error names the kind or the rule.
 ---@param file ps.Gguf
 ---@return ps.gguf.Tokenizer
 function tokenizer.of(file)

@@ -12,7 +12,7 @@ local verify = {}
 
 local WINDOW = 256                                         -- number of tokens that are compared at a time
 -- Limits by tensor type: the largest mean KL divergence, and the smallest fraction of positions at which both models
--- have the same likeliest token. A file has the limits of the type with the widest limits among its tensors. The limits
+-- have the same likeliest token. The limits of a file are the widest limits among the types of its tensors. The limits
 -- are meant for models that were not trained with low-bit weights.
 local LIMITS = { F32 = { 1e-6, 0.999 }, F16 = { 1e-4, 0.99 }, BF16 = { 1e-2, 0.95 }, Q8_0 = { 1e-2, 0.95 },
   Q6_K = { 2e-2, 0.93 }, Q5_1 = { 5e-2, 0.9 }, Q5_0 = { 5e-2, 0.9 }, Q4_K = { 0.15, 0.8 }, Q4_1 = { 0.3, 0.75 },
@@ -124,7 +124,7 @@ function verify.note(path, certificate)
   end
 end
 
---- Returns the limits for a file, which are those of the type with the widest limits among its tensors.
+--- Returns the limits for a file. They are the widest limits among the types of the file's tensors.
 ---@param file ps.Gguf
 ---@return number[]
 function verify.limits(file)

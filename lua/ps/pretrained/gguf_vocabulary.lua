@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Returns the metadata of a GGUF file for a tokenizer. A tokenizer in a Hugging Face folder (tokenizer_config.json, and
--- tokenizer.json or older files) gets the keys and values of llama.cpp's converter. A tokenizer in a GGUF file is
--- copied key by key.
+-- Returns the metadata entries that describe a tokenizer in a GGUF file. If the tokenizer is in a Hugging Face folder
+-- (tokenizer_config.json, and tokenizer.json or older files), the keys and values are the same as llama.cpp's converter
+-- writes. If the tokenizer is in a GGUF file, its entries are copied.
 local caller = require "ps.core.caller"
 local io_gguf = require "ps.io.gguf"
 local json = require "cjson"
@@ -81,7 +81,7 @@ local function rule_of(path, all)
     .. "texts in this way; pass the name of a matching rule as the option pre, if there is one")
 end
 
--- Returns the tokens of a tokenizer.json by id, and their types.
+-- Returns two tables that are indexed by token id: the tokens of a tokenizer.json, and the types of these tokens.
 local function tokens_of(all, size)
   local tokens, types = {}, {}
   for token, id in pairs(all.model.vocab) do tokens[id + 1], types[id + 1] = token, TYPES.normal end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Functions that several heads use. They follow transformers. They prepare named batches and masks, and compute the
--- losses of classification and question answering. For models that generate, they make caches and compute attention
--- with them.
+-- Functions that several heads of models use. Their results are the same as in transformers. They prepare named batches
+-- and masks, and compute the losses of classification and question answering. For models that generate text, they
+-- create caches of keys and values, and compute attention over the cached keys.
 local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
@@ -123,8 +123,8 @@ function heads.known(t, fn)
   return devices.known(scope.no_grad, fn, t)
 end
 
--- Returns whether the numbers in each row [T] of a tensor [B, T] increase by one. Returns true if the values are
--- unknown.
+-- Returns whether, in each row of a tensor [B, T], every number is the previous number plus one. Returns true if the
+-- values are unknown.
 local function go_up(places)
   local n = places:size(1) - 1
   return n < 1 or heads.known(places, function(t)
@@ -159,9 +159,10 @@ local function by_places(places, rows)
   end)
 end
 
---- Finds the sequences that share the rows of a batch, and checks position_ids. If the batch has segment_ids, they
---- number the sequences. As in transformers, a position_id that restarts within a row also begins a sequence, on three
---- conditions: the model is causal, there is no attention_mask, and the configuration has use_cache = false.
+--- Finds the sequences that share the rows of a batch, and checks position_ids. If the batch has segment_ids, tokens
+--- with the same id belong to the same sequence. As in transformers, a position_id that restarts within a row also
+--- begins a sequence, on three conditions: the model is causal, there is no attention_mask, and the configuration has
+--- use_cache = false.
 ---@param who string
 ---@param config? table nil if restarting position_ids have no meaning for this model
 ---@param given table a named batch
@@ -266,8 +267,8 @@ local function next_weights(given)
   return given.loss_weights:narrow(1, 1, T - 1) * next_labels(given):ne(IGNORED):float()
 end
 
---- Returns the weights of the targets that heads.shifted returns. They are computed from the weights of the labels.
---- Returns nil if the batch has no weights.
+--- Returns the weights of the targets that heads.shifted returns. A target's weight is the weight of its label in
+--- loss_weights, or 0 if the target is ignored. Returns nil if the batch has no loss_weights.
 ---@param who string
 ---@param given {labels: ps.Tensor, loss_weights?: ps.Tensor, segment_ids?: ps.Tensor}
 ---@return ps.Tensor? fp32 [B, T]
@@ -302,8 +303,8 @@ end
 
 --- Returns the number of targets in a named batch. If the batch has loss_weights, returns the sum of the targets'
 --- weights instead. Targets are the labels that are not -100. The first label of each row, or of each segment if there
---- are segment_ids, is not a target, because no position predicts it. Returns nil for other batches, whose targets are
---- counted without these rules.
+--- are segment_ids, is not a target, because no position predicts it. Returns nil for a batch that does not have labels
+--- [B, T]. The caller then counts the targets without these rules.
 ---@param given any
 ---@return integer?
 function heads.count_targets(given)
@@ -314,8 +315,8 @@ function heads.count_targets(given)
   return T > 1 and next_labels(given):ne(IGNORED):sum():item() or 0
 end
 
---- Returns the position of the last token in each row that is not padding, as int64 [B]. If a whole row is padding,
---- the position is 0.
+--- For each row, returns the position of the last token that is not padding, as int64 [B]. If a row contains only
+--- padding, its position is 0.
 ---@param who string
 ---@param ids ps.Tensor [B, T]
 ---@param pad? integer the configuration's pad_token_id
@@ -341,9 +342,11 @@ local function problem_of(config, labels)
   return (dtype == "int32" or dtype == "int64") and "single_label_classification" or "multi_label_classification"
 end
 
---- Returns the loss of logits [B, K] for whole sequences. config.problem_type selects the loss. If it is absent, the
---- number of labels and their dtype select the loss. The losses are the squared error of K numbers, the cross entropy
---- of one class out of K, and the binary cross entropy of each of K labels.
+--- Returns the loss of logits [B, K] for whole sequences. config.problem_type selects the loss. If problem_type is
+--- absent, the loss depends on config.num_labels and on the dtype of the labels. The losses are:
+---   regression                    the squared error of K numbers
+---   single_label_classification   the cross entropy of one class out of K
+---   multi_label_classification    the binary cross entropy of each of K labels
 ---@param who string
 ---@param logits ps.Tensor [B, K]
 ---@param labels ps.Tensor [B], or [B, K] for several numbers or labels
@@ -371,9 +374,9 @@ end
 function heads.classify_tokens(logits, labels) return F.cross_entropy(logits, labels) end
 
 --- Splits the logits [B, T, 2] of question answering into start logits and end logits, each [B, T]. If `first` and
---- `last`, int [B], are given, also returns the mean of the two cross entropies, whose weight is the number of rows.
---- Positions outside [0, T) are treated as in transformers: a negative position becomes 0, and a position of T or more
---- is ignored.
+--- `last`, int [B], are given, also returns the loss, which is the mean of the two cross entropies. The weight of the
+--- loss is the number of rows. Positions outside [0, T) are treated as in transformers: a negative position becomes 0,
+--- and a position of T or more is ignored.
 ---@param logits ps.Tensor
 ---@param first? ps.Tensor
 ---@param last? ps.Tensor
@@ -398,7 +401,7 @@ end
 ---@return ps.Tensor
 function heads.last_position(x) return x:narrow(1, x:size(1) - 1, 1):contiguous() end
 
--- Returns the shape and dtype of a cache whose type differs from that of the weights.
+-- Returns the shape and dtype of a cache whose type differs from the type of the weights.
 local function cache_of(kind, shape, where)
   if where.device ~= "cpu" and where.device ~= "ref" and where.device ~= "meta" then
     error(("generate: kv_cache = %q works only on the cpu, but the model's weights are on %s"):format(kind,
@@ -414,8 +417,8 @@ local function cache_of(kind, shape, where)
 end
 
 --- Creates caches of keys and values. Layers are counted from 0. Each layer gets one tensor of the given shape for each
---- name. Its dtype is that of the layer's weights, or `kind` if it is given. Layers of other pipeline ranks get no
---- tensors.
+--- name. The tensor has the dtype of the layer's weights, or the type `kind` if `kind` is given. Layers on other
+--- pipeline ranks get no tensors.
 ---@param names string[]
 ---@param shape integer[]
 ---@param layers ps.nn.ModuleList
@@ -439,9 +442,10 @@ end
 
 local how, attended = native.ffi.new "ps_cached_attention", native.ffi.new "ps_tensor *[1]"
 
---- Computes attention for T positions. They follow `at` positions whose keys and values are in caches. Appends the keys
---- and values of the T positions to the caches. All of this is one function, because the calls for one token of a small
---- model would take longer than the memory accesses. It works only without gradients.
+--- Computes attention for T new positions, and appends their keys and values to the caches. The caches already contain
+--- the keys and values of the `at` positions before the new positions. A single function does all of this, because with
+--- separate functions, the calls for one token of a small model would take longer than the memory accesses. The
+--- function computes no gradients.
 ---@param attention {heads: integer, groups?: integer, scale?: number, window?: integer} H heads, and G groups of keys
 --- and values (default H)
 ---@param caches {kv?: ps.Tensor, k?: ps.Tensor, v?: ps.Tensor} either kv [B, 2 G, S, D], where all keys are before the

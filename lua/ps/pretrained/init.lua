@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loads models of other libraries by folder or by name. ps.from_pretrained finds the family that the model_type of a
--- config.json names. It then makes a model of the class that config.json or a task names. A family is a file
--- models/MODEL_TYPE.lua that calls pretrained.family.
+-- Loads models of other libraries by folder or by name. ps.from_pretrained reads the field model_type of config.json
+-- and finds the family with this model_type. It then makes a model of the class that config.json or the option `task`
+-- selects. A family is a file models/MODEL_TYPE.lua that calls pretrained.family.
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local create = require "ps.tensor.create"
 local dist = require "ps.dist"
@@ -38,8 +38,9 @@ local LOADING = { task = "string", revision = "string", quiet = "boolean", ignor
   mmap = "boolean|string", keep_quantized = "boolean", int8_activations = "boolean" }
 
 -- -- families -------------------------------------------------------------------------------------------------------
--- Splits a script's options into settings and other options. Aliases become the names of settings. A shorthand sets
--- several settings at once, such as { dropout = { "embd_pdrop", ... } }.
+-- Splits a script's options into settings and other options. An alias is replaced with the setting's name. A shorthand
+-- sets several settings: with the shorthands { dropout = { "embd_pdrop", ... } }, `dropout` sets embd_pdrop and the
+-- other settings in its list.
 local function spread(family, given)
   local config, rest, aliases = {}, {}, family.settings.rules.aliases or {}
   for key, value in pairs(given) do
@@ -78,9 +79,9 @@ function pretrained.family(family)
   if family.unpads then options_of.unpad, loading_of.unpad = "boolean", "boolean" end
   family.options_of_loading = loading_of
 
-  --- Returns a model from a preset's name, or from a table of config.json's fields. `options` can contain settings,
-  --- which override those of the preset, and task, dtype, device and recompute. If the family supports it, the option
-  --- unpad skips the computation of padding.
+  --- Returns a model from a preset's name, or from a table of config.json's fields. `options` can contain task, dtype,
+  --- device, recompute and settings. These settings override the preset's settings. If the family supports unpad, the
+  --- option unpad = true makes the model skip the computation of padding.
   function family.new(preset, options)
     local base = type(preset) == "table" and preset or family.presets[preset]
     if not base then
@@ -106,7 +107,8 @@ function pretrained.family(family)
   return family
 end
 
--- Returns the names of all families: those that are registered, and those with a file in psluajit's models folder.
+-- Returns the names of all families: the registered families, and the families that have a file in psluajit's models
+-- folder.
 local function known_families()
   local names = {}
   for name in pairs(families) do names[name] = true end
@@ -120,7 +122,8 @@ local function known_families()
   return table.concat(caller.sorted_names(names), ", ")
 end
 
---- Returns the family of a model_type: a registered family, or one that models/MODEL_TYPE.lua registers.
+--- Returns the family of a model_type. If the family is not registered, loads models/MODEL_TYPE.lua, which registers
+--- it.
 ---@param model_type any
 ---@param where string the file that contains the model_type
 ---@return ps.pretrained.Family
@@ -135,8 +138,8 @@ function pretrained.find(model_type, where)
     "the supported values are " .. known_families())
 end
 
---- Returns the class for a task. Without a task, returns the class that config.json's architectures name. If they name
---- no class, returns the family's default class.
+--- Returns the class for a task. Without a task, returns the first class in the field `architectures` of config.json.
+--- If the field is absent or empty, returns the family's default class.
 ---@param family ps.pretrained.Family
 ---@param task? string
 ---@param architectures any
@@ -194,7 +197,7 @@ local function wider(a, b)
 end
 
 -- Compares the sizes in a config.json with the weights in its folder, before a model of these sizes is allocated.
--- Raises an error if they differ. Returns a dtype that can represent all of the body's weights.
+-- Raises an error if a size differs. Returns a dtype that can represent all of the body's weights.
 local function check_sizes(family, class, config, files, from)
   local rules, names, shapes, widest = family.settings.rules, {}, {}, nil
   local state = files:state()
@@ -234,8 +237,8 @@ local function check_sizes(family, class, config, files, from)
   return widest or "fp32"
 end
 
--- Returns whether a script sets fewer layers than the file has. If it does, the file contains tensors that the model
--- does not have.
+-- Returns whether a script sets a smaller number of layers than the file. In this case, the file contains tensors that
+-- the model does not have.
 local function asks_for_fewer(family, config, fields)
   local key = family.settings.rules.layers
   for alias, name in pairs(family.settings.rules.aliases or {}) do
@@ -244,7 +247,8 @@ local function asks_for_fewer(family, config, fields)
   return type(fields[key]) == "number" and config[key] ~= nil and config[key] < fields[key]
 end
 
--- Returns the reason why the weights of a model on a device cannot stay in their files. Returns nil if they can.
+-- Returns the reason why the weights of a model on a device cannot stay in their files. Returns nil if the weights can
+-- stay there.
 local function not_mapped(list, device)
   if device ~= "cpu" and device ~= "meta" then             -- for device meta, ps.materialize fills in the values later
     return ("weights can stay in files only for device cpu, but the model is for %s"):format(device)
@@ -258,7 +262,8 @@ end
 
 local function refuse_mmap(why) error("from_pretrained: mmap = true: " .. why) end
 
--- Returns whether the weights stay in the files, as the option mmap requests.
+-- Returns whether the weights stay in the files. `wanted` is the option mmap. If it is true but the weights cannot stay
+-- in the files, raises an error.
 local function maps(wanted, list, device)
   if wanted == nil or wanted == false then return false end
   if wanted ~= true and wanted ~= "auto" then

@@ -39,14 +39,16 @@ local error = caller.error
 --- lack; left: tensors of the files that were not used; names: maps a name in the files to a parameter's name
 local Model = nn_module.class("PretrainedModel")
 
--- Inputs with one row per sample, which are split into micro-batches. For "rows or one", the tensor may have a single
--- row for all samples (ps/data/batch.lua). Every micro-batch gets all other inputs unsplit.
+-- Inputs with one row per sample. These inputs are split into micro-batches. An input with the value "rows or one" may
+-- instead have a single row for all samples (ps/data/batch.lua). Inputs that are not in this table are not split: every
+-- micro-batch gets the whole tensor.
 Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "rows", start_positions = "rows",
   end_positions = "rows", segment_ids = "rows", loss_weights = "rows",
   token_type_ids = "rows or one", position_ids = "rows or one" }
 
 -- Returns the names and shapes of all saved tensors, such as "h.0.attn.c_attn.weight" -> "96, 288". If several ranks
--- share a tensor, its shape is that of the whole tensor. For the layers in `nf4`, it is that of the unpacked weight.
+-- share a tensor, the shape is the whole tensor's shape. For a layer in `nf4`, the shape is the unpacked weight's
+-- shape.
 local function layout_of(self, nf4)
   local layout, layers, scales = {}, nf4 and nf4.layers or {}, nf4 and nf4.scales or {}
   for name, tensor in pairs(self:state_dict { tied = false }) do
@@ -80,10 +82,10 @@ function Model:begin(config, given)
 end
 
 -- -- loading --------------------------------------------------------------------------------------------------------
---- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), one tensor at a time. Names may have the
---- body's prefix or not. Raises an error if a tensor of the body is missing or has another shape. Parameters of the
---- head that the files lack keep their values. A note lists these parameters, and the tensors of other heads that the
---- files have and the model does not use.
+--- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), one tensor at a time. Names may have or lack
+--- the body's prefix. Raises an error if a tensor of the body is missing, or if its shape differs from the model's
+--- shape. Parameters of the head that the files lack keep their values. A note lists these parameters. It also lists
+--- the tensors in the files that the model does not use, such as the tensors of other heads.
 ---@param ... string paths of the files
 ---@return ps.pretrained.Model self
 function Model:load_weights(...)
@@ -116,8 +118,9 @@ local function first_of(names)
   return ("%d %s (%s)"):format(#names, #names == 1 and "tensor" or "tensors", weights.some(names))
 end
 
--- Raises an error if layers of the model were replaced. Otherwise config.json would describe tensors that do not exist,
--- and readers would initialize them. Also raises an error for packed weights, except for the layers in `nf4`.
+-- Raises an error if layers of the model were replaced, because config.json would then describe tensors that do not
+-- exist, and readers would initialize these tensors. Also raises an error for packed weights outside the layers in
+-- `nf4`.
 local function check_layout(self, call, nf4)
   for _, module in self:named_modules() do
     if not (nf4 and bitsandbytes_save.can(module)) then
@@ -219,9 +222,9 @@ function Model:save_parallelized(path, options, more)
   end, options.merge_checkpoints or false, self.source)
 end
 
---- Loads the weights from a folder that save_parallelized wrote. The number of ranks may differ from the number when
---- the folder was saved, and the model may be split in another way. A folder that OSLO wrote can also be loaded if its
---- model was split only into stages.
+--- Loads the weights from a folder that save_parallelized wrote. This run may have a different number of ranks than the
+--- run that saved the folder, and may split the model in a different way. A folder that OSLO wrote can also be loaded
+--- if OSLO split the model only into pipeline stages.
 ---@param path string
 ---@return ps.pretrained.Model self
 function Model:from_parallelized(path)
@@ -283,7 +286,7 @@ end
 --- Returns example arguments for a call of the model, as tensors without data. They are used to compute the costs of
 --- the model's parts.
 ---@param rows integer
----@param positions integer the number of positions; more than the model's positions are reduced to that number
+---@param positions integer the number of positions; if it exceeds the model's number of positions, the latter is used
 ---@return {input_ids: ps.Tensor} batch
 function Model:example(rows, positions)
   local shape = { rows, math.min(positions, self:costs().positions) }

@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models whose weights stay packed as they are in their files (keep_quantized of ps.from_pretrained). The files are
--- GGUF files, or folders whose weights bitsandbytes quantized to NF4.
+-- Models whose weights keep the packed form that they have in their files (option keep_quantized of
+-- ps.from_pretrained). The files are GGUF files, or folders whose weights bitsandbytes quantized to NF4.
 local create = require "ps.tensor.create"
 local packed = require "ps.nn.packed"
 local weights = require "ps.pretrained.weights"
 
 local of_files = {}
 
--- Returns the packed type for a layer whose weight has the type `name` in the files. For embeddings, double
--- quantization of the scales is undone, because their rows are looked up one by one.
+-- Returns the packed type for a layer whose weight has the type `name` in the files. For an embedding with
+-- double-quantized scales, returns NF4, whose scales are fp32, because the rows of an embedding are looked up one by
+-- one.
 local function kind_of(module, name)
   local kind = packed.type(name)
   return kind and kind.scales and module.class_name == "Embedding" and packed.type "NF4" or kind

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes OSLO's folders for a model that several ranks share. A folder has a file pytorch_model_tp_I_pp_J.bin for each
--- combination of tensor-parallel rank I and pipeline stage J, a config.json, and a placement.json. The last one maps
+-- combination of tensor-parallel rank I and pipeline stage J, a config.json, and a placement.json. placement.json maps
 -- tensors to files:
 --   { "version": 1, "pipeline_parallel_size", "tensor_parallel_size", "weight_map": { tensor: file } }
 -- If layers are split over ranks, the version is 2. A tensor that is whole on all ranks along tp is in the files of all
@@ -105,7 +105,7 @@ end
 
 local function write_text(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
 
--- Raises an error if the folder contains files that were not written by a save, because they may be other data.
+-- Raises an error if the folder contains a file that a save does not write, because the file may be a user's data.
 local function check_ours(path)
   if not lfs.symlinkattributes(path, "mode") then return end
   if lfs.attributes(path, "mode") ~= "directory" then error(("%s is not a folder"):format(path), 0) end

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Computes rotary position embeddings as a config.json describes them: in `rope_parameters`, or in `rope_theta` and
--- `rope_scaling` in older files. The angle of column pair i at position p is p times a frequency. The base frequency is
--- theta^(-2i / D). The kinds below change the frequencies for sequences that are longer than those of the training. The
--- formulas are those of transformers' modeling_rope_utils.py, except that "dynamic" depends only on the length of each
--- call.
+-- `rope_scaling` in older files. The angle of column pair i at position p is p times the frequency of pair i. The base
+-- frequency is theta^(-2i / D). The kinds below change the frequencies for sequences that are longer than the training
+-- sequences. The formulas are from transformers' modeling_rope_utils.py. Unlike in transformers, the frequencies of
+-- kind "dynamic" depend only on the sequence length of the current call.
 local create = require "ps.tensor.create"
 local ffi = require "ffi"
 local settings = require "ps.pretrained.settings"
@@ -23,7 +23,8 @@ local KINDS = {
 local STRETCHED = { llama3 = true, yarn = true, longrope = true }
 local TYPES = { truncate = "boolean", short_factor = "table", long_factor = "table" }
 
--- Checks that the two lists of longrope are equal. Otherwise the frequencies would depend on the length of a text.
+-- Checks that longrope's lists short_factor and long_factor are equal. If they differed, the frequencies would depend
+-- on the length of the text.
 local function check_factors(who, p)
   local same = #p.short_factor == #p.long_factor
   for i, one in ipairs(p.short_factor) do
@@ -129,7 +130,8 @@ function rope.llama3_factors(p, theta, D)
   return list
 end
 
--- Returns the frequencies of kind longrope, each divided by its own number, and the attention factor.
+-- Returns the frequencies of kind longrope, and the attention factor. Frequency i is divided by element i of
+-- short_factor.
 local function longrope(p, D)
   local all = {}
   if #p.short_factor ~= D / 2 then
@@ -143,8 +145,9 @@ end
 -- Returns x, or nil if x is 0. In these settings, 0 means that there is no value.
 local function above_0(x) return x ~= 0 and x or nil end
 
--- Returns YaRN's frequencies (Peng et al. 2023), and the attention factor. Pairs that rotate often within the original
--- length keep their frequency, and pairs that rotate rarely have it divided by `factor`. Between them is a linear ramp.
+-- Returns YaRN's frequencies (Peng et al. 2023), and the attention factor. If a pair rotates often within the original
+-- length, its frequency does not change. If a pair rotates rarely, its frequency is divided by `factor`. Between these
+-- pairs, a linear ramp interpolates between the two frequencies.
 local function yarn(p, D)
   local old, truncate = p.original_max_position_embeddings, p.truncate ~= false
   local function pair_of(turns) return D * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(p.rope_theta)) end
@@ -165,7 +168,7 @@ local function yarn(p, D)
   return all, factor or scale(1)
 end
 
---- Returns the frequencies of the D / 2 pairs, and the factor that multiplies cosines and sines.
+--- Returns the frequencies of the D / 2 pairs, and the factor by which cosines and sines are multiplied.
 ---@param p table the result of rope.parameters
 ---@param D integer the width of a head
 ---@param most integer max_position_embeddings

@@ -55,11 +55,14 @@ local function of_shards(entries, cuts)
   return list
 end
 
---- Returns the tensors that must be written, sorted by name. The list covers the ranks that train the same parameters.
---- An entry is {name, shape, dtype, numel, tensor, owner}. `owner` is the number in the group of the rank that has the
---- tensor. On this rank, `tensor` is the tensor or a function that makes the tensor. On other ranks it is nil. In a
---- pipeline, the entries are those of this stage. If ranks along tp share layers, the entries are this rank's shards.
---- Then `whole` is the shape of the whole tensor, and `pieces` are the offsets of the shards in the whole tensor.
+--- Returns the tensors that must be written, sorted by name. The list contains the tensors of all ranks that train the
+--- same parameters as this rank. In a pipeline, it contains only the tensors of this stage. An entry is {name, shape,
+--- dtype, numel, tensor, owner}:
+---   owner    the rank that has the tensor, as its number in the group
+---   tensor   on the owner: the tensor, or a function that makes the tensor. On other ranks: nil
+--- If ranks along tp share layers, the entries describe this rank's shards and have two more fields:
+---   whole    the shape of the whole tensor
+---   pieces   the offsets of the shards in the whole tensor
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.entries(model)
@@ -97,11 +100,12 @@ function save.entries(model)
   return in_order(of_shards(entries, sharded.of(model)))
 end
 
---- Returns entries for whole tensors, from all stages and all tensor-parallel ranks. Owners are numbered among all
---- ranks. If several ranks hold pieces of an entry, the entry has a field `parts`, which replaces the owner. It is a
---- list of {owner, offset, shape, at}. `offset` and `shape` define a rectangle of the entry. `at` is the offset of this
---- rectangle in the owner's tensor. tp and pp are the owner's coordinates along these axes. All ranks call this
---- function.
+--- Returns entries for whole tensors, from all stages and all tensor-parallel ranks. All ranks call this function. An
+--- owner is its rank among all ranks. `tp` and `pp` are the owner's coordinates along these axes. If several ranks hold
+--- pieces of a tensor, the entry has a list `parts`, whose owners replace the entry's owner. A part is {owner, offset,
+--- shape, at}:
+---   offset, shape   a rectangle of the whole tensor
+---   at              the offset of this rectangle in the owner's tensor
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.whole(model)
@@ -153,9 +157,8 @@ function save.dtype_of(entries)
   return HF_DTYPE[found] or "float32"
 end
 
--- Allocates buffers for entries of other ranks, one for each dtype. A buffer has room for one piece. If the largest
--- entry is smaller than a piece, the buffer has room for that entry. `slabs` are the buffers in which rank 0 assembles
--- parts.
+-- Allocates one buffer per dtype for the entries of other ranks. A buffer has room for one piece, or for the largest
+-- entry of its dtype if this entry is smaller than a piece. `slabs` are the buffers in which rank 0 assembles parts.
 local function buffers_for(entries)
   local numel, buffers, slabs = {}, {}, {}
   for _, entry in ipairs(entries) do
@@ -320,8 +323,8 @@ local WEIGHTS = { "^model%.safetensors$", "^model%.safetensors%.index%.json$", "
   "^pytorch_model%.bin$", "^pytorch_model%.bin%.index%.json$", "^pytorch_model%-%d+%-of%-%d+%.bin$",
   "^pytorch_model_tp_%d+_pp_%d+%.bin$", "^placement%.json$" }
 
--- Removes the weights that another model left in the folder. A reader would load them if it follows an older index or
--- prefers another file. Indices are removed first, because they refer to the other files.
+-- Removes the weight files that an earlier save left in the folder. Otherwise a reader might load these files, because
+-- it follows an older index or prefers their format. Indices are removed first, because they refer to the other files.
 local function remove_older(path, names)
   local now, indices, others = {}, {}, {}
   for _, name in ipairs(names) do now[name] = true end
@@ -366,7 +369,7 @@ local function write_all(path, files, config, group)
 end
 
 --- Writes a folder from a single process: weights, config.json, and companion files that are copied from another
---- folder. They replace the companion files of an older model.
+--- folder. The copied files replace the companion files of an older model.
 ---@param path string
 ---@param entries table[] entries in the form of save.entries, where `tensor` can be a function that creates the tensor
 ---@param config_of fun(dtype: string): string returns the text of config.json for a weight dtype
@@ -406,8 +409,8 @@ end
 ---@param more? {max_shard_size?: integer|string, source?: string, entries?: fun(entries: table[]): table[]}
 --- max_shard_size: the largest file size (default 50 GB); a tensor is not split. source: the folder from which the
 --- model was loaded; its tokenizer and generation settings are copied. entries: changes the list of tensors to write.
---- In this list, `tensor` can be a function. Either it returns the tensor when the tensor is written, or it calls its
---- argument with one part of the tensor after the other.
+--- In this list, `tensor` can be a function, which is called when the tensor is written. The function either returns
+--- the tensor, or passes the tensor's parts in order to the function that is its argument.
 function save.run(model, path, config_of, more)
   more = more or {}
   caller.typed(path, "string", "save_pretrained: the folder")

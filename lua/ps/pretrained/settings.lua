@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model's settings under Hugging Face's names. They are the fields of a config.json, and the rules of the model's
--- family check them. A field that changes the model's numbers is used if it is supported. Otherwise an error names the
--- field. Other fields, such as names, generation settings and caches, are kept and written again. Such an error reads
--- "gpt2: refused: FIELD = VALUE: why".
+-- A model's settings under Hugging Face's names. The settings are the fields of a config.json, and the rules of the
+-- model's family check each field. If a field changes the model's results, it must be supported. Otherwise the error
+-- "gpt2: refused: FIELD = VALUE: why" names the field. Fields that do not change the results, such as names and
+-- settings of generation and caches, are kept and written again.
 local caller = require "ps.core.caller"
 local encode = require "ps.core.encode"
 local json = require "cjson"
@@ -16,14 +16,14 @@ local error = caller.error
 ---@field defaults table<string, any> all settings, with the default values for scripts
 ---@field file_defaults? table<string, any> the default values for a config.json, if they differ
 ---@field optional? table<string, string> settings that may be absent, and their kinds ("whole", "number", "string")
----@field assumed_ids? table<string, integer> ids of tokens that transformers assumes if config.json does not set them
----@field nullable? table<string, boolean> settings for which null means none; a null becomes false
+---@field assumed_ids? table<string, integer> setting -> the token id that transformers assumes if config.json lacks it
+---@field nullable? table<string, boolean> settings whose value may be null, which means none; null is stored as false
 ---@field sizes string[] settings that are whole numbers of at least 1
 ---@field shares string[] settings that are fractions in [0, 1)
 ---@field positive? string[] settings that are numbers of at least 0
 ---@field aliases? table<string, string> maps another name of a setting to the setting
 ---@field fixed? table<string, any[]> fields with only one supported value: { value, meaning of other values }
----@field absent? table<string, string> fields that must be absent or empty, and their meaning
+---@field absent? table<string, string> field that must be absent or empty -> the field's meaning
 ---@field activation string name of the setting that selects the activation
 ---@field width string name of a setting; its value must be a multiple of the number of heads
 ---@field heads string name of the setting with the number of heads
@@ -33,8 +33,8 @@ local error = caller.error
 ---@field change? fun(given: table, changes: table): table returns the fields to set in `given` for a script's
 --- `changes`, and removes other names of the same settings from `given`
 ---@field layer string a pattern for the body's parameter names that captures the layer's index
----@field measures table[] sizes that can be read from the body's weights: { setting, parameter name, dimension counted
---- from 1, default = the value if the setting is absent }
+---@field measures table[] settings that can be read from the shapes of the body's weights: { setting, parameter name,
+--- dimension of the parameter (counted from 1), default = the value if the setting is absent }
 
 ---@class ps.pretrained.Settings
 ---@field rules ps.pretrained.Rules
@@ -53,7 +53,8 @@ local TRUTHS = { is_causal = true, token_classification_bias = true }
 
 local PROBLEMS = { regression = true, single_label_classification = true, multi_label_classification = true }
 
--- Hugging Face's activations. A text is a form of gelu for F.gelu. Other activations are functions.
+-- Maps Hugging Face's names of activations to values. A string is the form of gelu that F.gelu must compute. All other
+-- values are functions.
 local ACTIVATIONS = {
   gelu = "none", gelu_python = "none", gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_python_tanh = "tanh",
   gelu_fast = "tanh", gelu_accurate = "tanh",              -- their constants for sqrt(2 / pi) agree to 11 digits
@@ -62,8 +63,8 @@ local ACTIVATIONS = {
   quick_gelu = function(x) return x * F.sigmoid(x * 1.702) end,
 }
 
---- Returns the activation with a given name. For a form of gelu, returns the form for F.gelu. For others, returns nil
---- and a function.
+--- Returns the activation with a given name. If it is a form of gelu, returns the form for F.gelu. For other
+--- activations, returns nil and a function.
 ---@param name string
 ---@return ("none"|"tanh")? gelu
 ---@return (fun(x: ps.Tensor): ps.Tensor)? other
@@ -73,8 +74,8 @@ function settings.activation(name)
   return nil, found
 end
 
---- Returns a function that multiplies an activation's result by `up`, as gated MLPs do. It uses a single op if psluajit
---- has one for this activation.
+--- Returns a function that multiplies an activation's result by `up`, as gated MLPs do. If psluajit has an op that
+--- computes both the activation and the product, the function uses this op.
 ---@param name string
 ---@return fun(gate: ps.Tensor, up: ps.Tensor): ps.Tensor
 function settings.gated(name)
@@ -146,7 +147,7 @@ local function check_values(self, given)
     local value = given[key]
     if not (value >= 0 and value < math.huge) then wrong(self, key, value, "it must be 0 or more") end
   end
-  -- A negative pad_token_id is a row counted from the end instead of an id.
+  -- A negative pad_token_id is not an id. It selects a row of the token embedding, counted from the last row.
   local pad, V = given.pad_token_id, given.vocab_size
   if pad and not rules.any_pad and not (pad >= -V and pad < V) then
     wrong(self, "pad_token_id", pad, "the vocabulary has %d tokens", V)
@@ -189,9 +190,8 @@ local function by_strings(map)
   return named
 end
 
--- Returns num_labels. If it is not given, returns the size of id2label, or else 2. If a script's number differs from
--- the file's id2label, the labels become LABEL_0, LABEL_1 and so on. If both are from the same source, a difference is
--- an error.
+-- Sets num_labels if it is not given: to the number of labels in id2label, or to 2 if there is no id2label. Raises an
+-- error if num_labels differs from the number of labels in id2label.
 local function count_labels(self, given)
   local map = by_strings(given.id2label)
   given.id2label = map
@@ -215,8 +215,8 @@ local function count_labels(self, given)
   end
 end
 
---- Returns all settings of a model. Aliases become the names of settings, and missing settings get their defaults. If a
---- setting is not supported, raises an error that names the setting.
+--- Returns all settings of a model. Aliases are replaced with the names of settings, and missing settings get their
+--- defaults. If a setting is not supported, raises an error that names the setting.
 ---@param given table
 ---@return table complete
 function Settings:complete(given)
@@ -241,8 +241,8 @@ function Settings:complete(given)
   return all
 end
 
---- Reads a config.json as Hugging Face does. A null value counts as an absent key, except for settings that null turns
---- off.
+--- Reads a config.json as Hugging Face does. A null value counts as an absent key. For some settings, null instead
+--- turns the setting off.
 ---@param fields table the decoded file
 ---@param changes? table<string, any> a script's settings (see Settings:change)
 ---@return table
@@ -258,7 +258,9 @@ function Settings:from_file(fields, changes)
   return self:change(given, changes or {})
 end
 
---- Overrides the settings of a file or a preset with a script's settings. Aliases become the names of settings.
+--- Overrides the settings of a file or a preset with a script's settings. Aliases are replaced with the names of
+--- settings. If a script's num_labels differs from the number of labels in the file's id2label, the labels become
+--- LABEL_0, LABEL_1 and so on.
 ---@param given table
 ---@param changes table<string, any>
 ---@return table given

@@ -1,9 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Removes the padding of batches. An encoder then computes only the needed rows of [B, T], as [S, C]. Only attention
--- uses [B, T]. A row is needed in three cases: its position is a key, it is the first row of its sequence, which a
--- pooler reads, or it has a label. Nothing reads the other rows. The results are therefore those of the padded batch,
--- up to the rounding of products with fewer rows, and the masks of dropout are the same. A few rows that are not needed
--- are also computed, because this reduces the number of different sizes of products.
+-- Removes the padding of batches. An encoder then computes only the needed rows of a batch [B, T], as a tensor [S, C].
+-- Only attention uses the shape [B, T]. A row is needed in three cases:
+--   its position is a key
+--   it is the first row of its sequence, which a pooler reads
+--   it has a label
+-- Rows that are not needed are never read. The results are therefore the same as for the padded batch, except for the
+-- rounding in matrix products, which have fewer rows. The masks of dropout are the same. A few rows that are not needed
+-- are also computed, because this reduces the number of different matrix sizes.
 local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
 local loss_weight = require "ps.core.loss_weight"
@@ -19,15 +22,15 @@ local unpad = {}
 
 -- Returns the number of rows to compute for n needed rows. Rounding up reduces the number of different matrix sizes. A
 -- kernel is generated for each size, which takes as long as a layer or two. Tiles have 16 rows, so rounding up to a
--- multiple of 16 is free. Further rounding costs at most 1/32.
+-- multiple of 16 is free. Rounding up to larger multiples adds at most 1/32 of the rows.
 local function filled(n)
   local step = 16
   while n > 64 * step do step = 2 * step end
   return math.ceil(n / step) * step
 end
 
--- Returns the indices of the needed rows in ascending order, followed by those of some other rows, as int64 [S]. In a
--- dry run and on device meta, there are no values. All rows then count as needed, which is the maximum.
+-- Returns the indices of the needed rows in ascending order, followed by the indices of some other rows, as int64 [S].
+-- In a dry run and on device meta, tensors have no values. The result then has its largest size, which is all rows.
 local function numbers(kept)
   local all = { kept:numel() }
   if kept.device_ == META then return create.empty(all, { dtype = "int64", device = "meta" }) end
@@ -46,8 +49,8 @@ end
 --- Determines which rows are needed. If the mask is on a device, the host waits for it.
 ---@param mask ps.Tensor bool [B, T], true for visible keys
 ---@param labels? ps.Tensor int [B, T]; -100 means no label
----@return ps.Tensor rows int64 [S]: the indices among B * T rows, first of the needed rows, ascending, then of a few
---- others
+---@return ps.Tensor rows int64 [S]: the indices of the needed rows among B * T rows, in ascending order, followed by
+--- the indices of a few other rows
 ---@return ps.Tensor places int64 [B * T]: each row's index among the needed rows, or S if it is not needed
 function unpad.plan(mask, labels)
   return scope.no_grad(function()
@@ -62,8 +65,8 @@ function unpad.plan(mask, labels)
   end)
 end
 
---- Returns the labels of the rows that are kept. The weights of micro-batches are computed from the script's own labels
---- instead of these. The script's labels are on the host, so the host does not wait for a device.
+--- Returns the labels of the needed rows. The weights of micro-batches are computed from the script's own labels
+--- instead of the returned labels. The script's labels are on the host, so the host does not wait for a device.
 ---@param t ps.Tensor int [B, T]
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}
@@ -105,7 +108,7 @@ function unpad.first(x, places, shape)
   return F.embedding(places:reshape(shape[1], shape[2]):narrow(1, 0, 1):contiguous(), x)
 end
 
---- Returns a description of the rows that x has of the padded tensor, in the form that F.dropout expects.
+--- Describes which rows of the padded tensor x contains, in the form that F.dropout expects.
 ---@param x ps.Tensor [S, C]
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}

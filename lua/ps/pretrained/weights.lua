@@ -19,7 +19,8 @@ local function fits(name, patterns)
   return false
 end
 
--- Returns whether a name belongs to the body, which every file must contain. The name is one in a file or in the model.
+-- Returns whether a tensor belongs to the body, which every file must contain. `name` is the tensor's name in a file or
+-- in the model.
 local function is_body(model, name)
   local rest = name:match("^" .. model.base .. "%.(.*)$") or name
   return model.body[rest:match("^[^.]+")] and not fits(rest, model.spare) or false
@@ -55,8 +56,8 @@ function weights.some(names)
 end
 
 -- -- loading --------------------------------------------------------------------------------------------------------
--- Checks the second copy of a tied tensor. The file of a tied model can contain the tensor under both names. The two
--- copies must then be equal.
+-- Renames the tied tensors in the files to the model's names. If the files contain a tied tensor under both names,
+-- checks that the two copies are equal, and removes one copy from `state`.
 local function take_tied(model, state, files)
   for other, name in pairs(model.config.tie_word_embeddings and model.ties or {}) do
     if state:has(other) and not state:has(name) then state:rename(other, name)
@@ -70,7 +71,8 @@ local function take_tied(model, state, files)
   end
 end
 
--- Removes the head's tensors whose shape in the file differs from the model's. They are not loaded.
+-- Removes tensors of the head from `state` if their shape in the file differs from their shape in the model. The
+-- removed tensors are not loaded.
 local function drop_mismatched(model, state, tensors)
   for _, name in ipairs(state:names()) do
     local tensor = tensors[name]
@@ -85,7 +87,7 @@ local function tell(model, text, ...)
   io.stderr:write(("%s: %s\n"):format(model.class_name, text:format(...)))
 end
 
--- Loads the tensors of an open state: all tensors of the body, and those of the head that the state contains.
+-- Loads the tensors of an open state: all tensors of the body, and the tensors of the head that the state contains.
 local function take(model, state, names, left, lost, how)
   local tensors = model:state_dict { tied = false }
   if how.ignore_mismatched_sizes then drop_mismatched(model, state, tensors) end
@@ -117,11 +119,11 @@ local function take(model, state, names, left, lost, how)
 end
 
 ---@class ps.pretrained.Loading
----@field ignore_mismatched_sizes? boolean whether to skip tensors of the head whose shape in the files differs
+---@field ignore_mismatched_sizes? boolean whether to skip tensors of the head whose shapes in files and model differ
 ---@field shorter? boolean whether the files may have more layers than the model
 
 --- Loads the weights of open files into a model, one tensor at a time. Raises an error if a tensor of the body is
---- missing or has another shape.
+--- missing from the files, or if its shape there differs from its shape in the model.
 ---@param model ps.pretrained.Model
 ---@param files ps.pretrained.Files
 ---@param how? ps.pretrained.Loading
