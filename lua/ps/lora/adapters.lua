@@ -247,8 +247,9 @@ function Adapters:tensors(name)
   end
 end
 
---- Makes the tensors of one adapter require a gradient, and no tensors of other adapters. If `name` is nil, no tensors
---- of any adapter require one. Parameters that an engine trains keep their setting.
+--- Makes the tensors of one adapter require a gradient. The tensors of all other adapters then require no gradient. If
+--- `name` is nil, this applies to the tensors of all adapters. If an engine trains a parameter, the parameter continues
+--- to require a gradient.
 ---@param name? string
 function Adapters:train_only(name)
   for other in pairs(self.specs) do
@@ -276,7 +277,8 @@ function Adapters:tied_table()
   end
 end
 
---- If tensor parallelism has cut a parameter, cuts the inactive values of this parameter in the same way.
+--- If tensor parallelism has cut a parameter, cuts the parameter's inactive values in the same way. These values belong
+--- to inactive adapters or to the base model.
 ---@param path string the parameter's name in the model
 ---@param cut fun(holder: ps.nn.Module, key: string) replaces a parameter with this rank's part
 function Adapters:cut_saved(path, cut)
@@ -292,7 +294,8 @@ function Adapters:replaced(old, new)
   end
 end
 
--- Raises an error if an adapter has trained biases. The call `call` needs the biases of the base model.
+-- Raises an error if an adapter trains biases, because the function `call` needs the base model's biases, which the
+-- model then no longer has.
 local function check_biases(self, call, advice)
   for name, spec in pairs(self.specs) do
     if spec.bias ~= "none" then

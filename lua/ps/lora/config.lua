@@ -77,8 +77,8 @@ function config.read(path)
     ensure_weight_tying = of "ensure_weight_tying", base = of "base_model_name_or_path", from_file = true }, fields
 end
 
--- Returns the shortest names that select exactly these modules. They are the last components of the given names. If
--- these components would also select other modules, returns the given names.
+-- Returns the last components of the names in `names`, without duplicates. If these components would also select other
+-- modules, returns `names`.
 local function short_names(model, names)
   local wanted, last, list = {}, {}, {}
   for _, name in ipairs(names) do
@@ -124,7 +124,7 @@ function config.text(adapters, name)
   return encode(fields, config.FILE)
 end
 
---- Returns the folder of the base model that an adapter's folder names.
+--- Returns the folder of the base model. An adapter's adapter_config.json names this folder.
 ---@param path string
 ---@return string
 function config.base_of(path)

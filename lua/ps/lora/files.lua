@@ -58,9 +58,9 @@ local function hash(lines)
   return bit.tohex(C.ps_xxh3(text, #text))
 end
 
---- Returns a fingerprint that differs between models with different weights. It is a hash, as text, of the names, types
---- and shapes of all tensors in a folder, and of 64 bytes of each tensor. Returns nil if the folder has no safetensors
---- files.
+--- Returns a fingerprint that differs between models with different weights. The fingerprint is a hash, as text, of the
+--- names, types and shapes of all tensors in a folder, and of 64 bytes of each tensor. Returns nil if the folder has no
+--- safetensors files.
 ---@param path? string the folder
 ---@return string?
 function files.fingerprint(path)
@@ -86,7 +86,7 @@ local function gguf_fingerprint(path)
   return hash(lines)
 end
 
---- Returns a fingerprint of the weights of a folder or GGUF file. Returns nil if it has no fingerprint.
+--- Returns a fingerprint of the weights in a folder or GGUF file. Returns nil for a folder without safetensors files.
 ---@param path? string
 ---@return string?
 function files.weights_fingerprint(path)
@@ -120,7 +120,8 @@ local function open(path, model)
   return { spec = spec, file = file, at = at, base = file.metadata and file.metadata[BASE_KEY] }
 end
 
--- Converts a name in the file to the tensor's name for Adapters:tensors, or to its name in the base model.
+-- Converts a tensor's name in the file. If the tensor belongs to the adapter, returns the name that Adapters:tensors
+-- returns. If it belongs to the base model, returns its name in the base model.
 local function own_name(name)
   local bare = name:match("^" .. PREFIX:gsub("%.", "%%.") .. "(.*)$") or name
   bare = bare:gsub("%.lora_magnitude_vector%.weight$", ".lora_magnitude_vector")
@@ -134,8 +135,9 @@ local function some(list)
   return table.concat(shown, ", ")
 end
 
--- A file may contain a tensor that is tied in the model. Returns the entry of modules_to_save for which PEFT trained
--- this tensor separately. Returns nil if the tensor is only a copy of the token embedding.
+-- A file may contain a tensor that is tied in the model. If PEFT trained this tensor separately, because its module is
+-- in modules_to_save, returns the entry of modules_to_save. Returns nil if the tensor is only a copy of the token
+-- embedding.
 local function trained_apart(spec, own)
   for _, wanted in ipairs(not spec.ensure_weight_tying and spec.modules_to_save or {}) do
     for dot in own:gmatch "()%." do                        -- PEFT compares the ends of modules' names
@@ -145,8 +147,8 @@ local function trained_apart(spec, own)
 end
 
 -- Returns the tensors to load, as a list of {from = name in the file, tensor = destination}. The file must contain
--- every tensor of the adapter. Other tensors in the file are loaded into the base model's tensors of the same name, or
--- are copies that are skipped. All others are errors.
+-- every tensor of the adapter. If a tensor in the file does not belong to the adapter, it is loaded into the base
+-- model's tensor of the same name. Copies of tensors of the base model are skipped. Any other tensor is an error.
 local function plan(model, adapters, name, file, path)
   local wanted, base, missing, unknown, wrong, list = {}, model:state_dict { tied = false }, {}, {}, {}, {}
   for own, tensor in adapters:tensors(name) do wanted[own] = tensor end
@@ -196,7 +198,8 @@ local function check_base(base, wanted, path, other_base)
     .. "or pass other_base = true to use it with this one"):format(path, base, wanted, has), 0)
 end
 
---- Adds the adapter of a folder or GGUF file to a model. The model has no data, and the adapter gets none.
+--- Adds the adapter of a folder or GGUF file to a model whose tensors have no data. The adapter's tensors have no data
+--- either.
 ---@param model ps.nn.Module
 ---@param path string the adapter's folder or file
 ---@param other_base? boolean
@@ -379,7 +382,7 @@ function files.save(model, path, name)
   end)
 end
 
---- Writes an adapter from an open file in the other format: a GGUF file or a PEFT folder.
+--- Converts an adapter from an open PEFT folder to a GGUF file, or from an open GGUF file to a PEFT folder.
 ---@param model ps.pretrained.Model the base model without data, with the adapter "default"
 ---@param trained table<string, fun(): ps.Tensor> the functions that files.open returns
 ---@param dtypes table<string, string> the dtypes that files.open returns
@@ -401,8 +404,8 @@ local function is_base(own)
   return not (own:find "%.lora_[%w_]+%." or own:find "%.original_module%." or own:find "%.modules_to_save%.")
 end
 
--- Returns a function that changes entries of the whole model: adapted weights are replaced with weights that include
--- the adapter.
+-- Returns a function that changes a list of the whole model's entries. It replaces adapted weights with weights that
+-- include the adapter, and removes the adapter's own tensors.
 local function merging(adapters, model, call)
   local module, name = adapters.model, adapters.active or adapters.merged
   if pretrained_save.group_of(model) then
@@ -472,9 +475,9 @@ function adapters_of.Adapters:save_gguf(model, path, options, save_model)
   end)
 end
 
---- Returns the base model for a checkpoint that stores only trained values. Returns nil if the checkpoint needs all
---- values. This is the case if an adapter is merged, or if the model was not loaded from a folder of safetensors files
---- or a GGUF file.
+--- Returns the base model for a checkpoint that stores only trained values. Returns nil if a checkpoint must store all
+--- values, because an adapter is merged, or because the model was not loaded from a folder of safetensors files or from
+--- a GGUF file.
 ---@return {path: string, fingerprint: string, names: table<string, boolean>}? base `names` has the frozen parameters
 --- and the packed weights that the folder or file contains.
 function adapters_of.Adapters:frozen_base()

@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads and writes adapters in llama.cpp's GGUF files. The name of a tensor is the name of the weight that it changes,
--- followed by .lora_a, [r, in], or .lora_b, [out, r]. For the token table, .lora_a is [rows, r]. Rows of .lora_b have
--- the order of the base model's file. The file has a single alpha, and llama.cpp scales each layer by alpha / r. If a
--- layer has another scale, its .lora_b is multiplied by the quotient of the two scales.
+-- Reads and writes adapters in llama.cpp's GGUF files. Each adapted weight has two tensors, whose names are the
+-- weight's name with a suffix:
+--   .lora_a   [r, in], or [rows, r] for the token table
+--   .lora_b   [out, r], with the row order of the base model's file
+-- The file has a single alpha, and llama.cpp scales each layer by alpha / r. If the adapter scales a layer by another
+-- number, the layer's .lora_b is multiplied by this number divided by alpha / r.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
@@ -42,7 +44,7 @@ local function check_spec(adapters, spec)
   end
 end
 
--- Returns the file's alpha, and for each layer the factor that its B is multiplied by.
+-- Returns the file's alpha, and for each layer the factor by which the layer's B is multiplied.
 local function scales(adapters, name, spec)
   local alpha, factors = nil, {}
   for _, entry in ipairs(adapters.layers) do
@@ -56,8 +58,12 @@ local function scales(adapters, name, spec)
   return alpha, factors
 end
 
--- Returns where a tensor is stored in the file. `name` is PEFT's name without its prefix. Returns the name in the file,
--- the row order, whether the tensor is transposed, the name of its layer, and whether it is B.
+-- Describes how the tensor `name` (PEFT's name without its prefix) is stored in the file. Returns a table:
+--   name         the tensor's name in the file
+--   layer        the name of the tensor's layer
+--   is_b         whether the tensor is B
+--   heads        the number of heads if the file reorders the rows of each head, otherwise nil
+--   transposed   whether the tensor is transposed in the file
 local function place(arch, config, name)
   local layer, table_part = name:match "^(.*)%.lora_embedding_([AB])$", name:match "%.lora_embedding_([AB])$"
   if not layer then layer = name:match "^(.*)%.lora_[AB]%.weight$" end
@@ -194,7 +200,7 @@ function gguf.open(path, model, prefix)
   error(spec, 0)
 end
 
---- Returns whether a path is that of a GGUF file.
+--- Returns whether a path is the path of a GGUF file.
 gguf.is_path = io_gguf.is_path
 
 return gguf

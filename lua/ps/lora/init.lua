@@ -36,7 +36,7 @@ function lora.task_of(model)
   end
 end
 
--- Returns the names of the heads that this task trains in full.
+-- Returns the names of the heads that an adapter for this task trains in full.
 local function heads_of(model, task)
   local list = {}
   for _, name in ipairs(HEADS[task] or {}) do
@@ -127,9 +127,9 @@ function lora.wrap(model, options)
 end
 
 --- Loads an adapter that PEFT or psluajit wrote, and activates it. Raises an error if an option is not supported, if
---- the base weights differ, or if a tensor is missing, unexpected or of another shape. These errors are raised before
---- any value is read. They leave the model's adapters, the active adapter and the parameters that require a gradient
---- unchanged.
+--- the adapter was trained with other base weights, or if a tensor is missing, unexpected or has a wrong shape. These
+--- errors are raised before any value is read. They do not change the model's adapters, the active adapter, or which
+--- parameters require a gradient.
 ---@param model ps.nn.Module the base model
 ---@param folder string a folder with adapter_config.json, or an adapter's GGUF file
 ---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number} name: the adapter's name

@@ -41,8 +41,8 @@ local Holder = nn_module.class("LoraTensors")
 ---@field active? string name of the active adapter
 ---@field merged? string name of the adapter that is merged into the weight
 ---@field entry table the layer's entry in ps.lora.Adapters.layers
----@field had table<string, function> the layer's own functions that the adapter replaces, such as those for a packed
---- weight
+---@field had table<string, function> the layer's own functions that the adapter replaces, such as the functions for a
+--- packed weight
 
 -- -- tensors ----------------------------------------------------------------------------------------------------------
 local function holder(layer, key)
@@ -76,8 +76,8 @@ local function as(t, dtype) return t:dtype() == dtype and t or t:to(dtype) end
 -- -- the norm of DoRA -------------------------------------------------------------------------------------------------
 local BLOCK = 2 ^ 21  -- number of the weight's elements that are squared at a time
 
--- Returns the sum of squares for each output's row of the weight, as fp32 [O]. It is computed in every forward, because
--- an engine must use the same chunks at the same trace indices in all steps.
+-- Returns the sum of squares of the weight's row for each output, as fp32 [O]. The sums are computed in every forward,
+-- because an engine must use the same chunks at the same trace indices in all steps.
 local function squares_of(layer)
   local weight = layer.weight
   local rows, width = weight:size(0), weight:size(1)
@@ -103,8 +103,8 @@ local function weight_times(layer, A)
   return as(ops.linear(a, weight, nil, nil, 0):transpose(0, 1), "fp32")
 end
 
--- Returns the norm of each row of W + scale B A, fp32 [O], without computing this matrix. The square of the norm is
--- |w|^2 + 2 scale (W A^T) . b + scale^2 b (A A^T) b^T, where w and b are rows of W and B.
+-- Returns the norm of each row of W + scale B A, as fp32 [O], without computing this matrix. If w is a row of W, and b
+-- is the same row of B, the square of the norm is |w|^2 + 2 * scale * (w A^T) . b + scale^2 * b (A A^T) b^T.
 local function norm_of(layer, name, A, B)
   return scope.no_grad(scope.scope, function()
     if A == nil then A, B = tensors_of(layer, name) end
@@ -179,7 +179,7 @@ local function table_forward(self, index)
 end
 
 --- Returns a layer's weight including its active adapter, for code that reads the weight instead of calling the layer.
---- The result has a gradient for the adapter.
+--- Backward through the result computes the gradients of the adapter.
 ---@param layer ps.nn.Module
 ---@return ps.Tensor
 function layers.weight(layer)
@@ -285,9 +285,9 @@ local REMEDY = "save the adapter, then run tools/gguf.lua convert BASE --adapter
 ---@param call string
 function layers.check_mergeable(layer, call) packed.refuse(layer, call, REMEDY) end
 
---- Computes the weight with an adapter in blocks of rows, and calls fn(first, block) for each block. A block is
---- computed in fp32 and then has the weight's dtype. `sign` is 1 to add the adapter to the weight, or -1 to subtract
---- it. `factor` is DoRA's factor, fp32 [O].
+--- Adds an adapter to a weight, one block of rows at a time, and calls fn(first, block) for each block. `first` is the
+--- index of the block's first row. A block is computed in fp32 and then converted to the weight's dtype. `sign` is 1 to
+--- add the adapter, or -1 to subtract the adapter. `factor` is DoRA's factor, fp32 [O].
 ---@param weight ps.Tensor
 ---@param by_row boolean true if the weight is [O, I], false if it is [I, O]
 ---@param parts {A: ps.Tensor, B: ps.Tensor, scale: number, factor?: ps.Tensor}

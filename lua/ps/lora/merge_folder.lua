@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a model as a folder or a GGUF file, one tensor at a time. An adapter can be merged into its weights. Whatever
--- the size of the model, this needs memory for two fp32 copies of the largest adapted tensor, and for some buffers.
+-- Writes a model as a folder or a GGUF file, one tensor at a time. An adapter can be merged into the model's weights.
+-- The needed memory does not depend on the size of the model. It is two fp32 copies of the largest adapted tensor, and
+-- some buffers.
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
 local rectangles = require "ps.core.rectangles"
@@ -43,7 +44,8 @@ local function readers(state, name)
   end
 end
 
--- Returns a layer's adapter tensors, as modules and keys, and their names in the adapter's file.
+-- Returns the adapter's tensors of a layer, as a list of {module, key, name}. module[key] is the tensor, and `name` is
+-- the tensor's name in the adapter's file.
 local function places(entry)
   local layer, list = entry.module, {}
   local function put(key, suffix)
@@ -63,8 +65,8 @@ local function places(entry)
   return list
 end
 
--- Returns a function that computes a layer's weight with the adapter when the weight is written. The layer has data
--- only during the call of this function.
+-- Returns a function that computes a layer's weight with the adapter. The function is called when the weight is
+-- written. The layer's tensors have data only during this call.
 local function merged(entry, read, trained)
   return function()
     local layer, meta, list = entry.module, entry.module.weight, places(entry)
@@ -83,8 +85,8 @@ local function merged(entry, read, trained)
   end
 end
 
--- Separates an embedding with an adapter from the head that is tied to it. The head gets its own weight, without the
--- adapter.
+-- If a head is tied to an embedding with an adapter, adds a separate weight for the head. This weight does not include
+-- the adapter.
 local function untie(model, adapters, entries, read_of)
   local tied = adapters:tied_table()
   if not tied then return end
@@ -105,7 +107,8 @@ local function untie(model, adapters, entries, read_of)
   model.config.tie_word_embeddings = false
 end
 
--- Returns the entries to write, and a function for each tensor of the base model that reads the tensor.
+-- Returns the entries to write. Also returns a table that maps the name of each tensor of the base model to a function
+-- that reads the tensor.
 local function entries_of(adapters, state, trained)
   local layer_of, entries, read_of = {}, {}, {}
   for _, entry in ipairs(adapters and adapters.layers or {}) do layer_of[entry.name .. ".weight"] = entry end
@@ -130,7 +133,8 @@ local function entries_of(adapters, state, trained)
   return entries, read_of
 end
 
--- Raises an error if the files lack a tensor of the model, or have it in another shape.
+-- Raises an error if the files lack a tensor of the model, or if a tensor's shape in the files differs from its shape
+-- in the model.
 local function check_whole(model, state, base)
   for name, tensor in pairs(model:state_dict { tied = false }) do
     local spare = false
@@ -223,8 +227,8 @@ end
 ---@param from string the folder or file of a model, or of an adapter
 ---@param out string NAME.gguf, or a folder
 ---@param options? {type?: string, name?: string, pre?: string, certified?: boolean, base?: string, adapter?: string,
---- other_base?: boolean, task?: string} type, name, pre, certified: options of save_gguf, for an output file. base: the
---- folder or file of the base model, for an input that is an adapter. adapter: the folder or file of an adapter to
+--- other_base?: boolean, task?: string} type, name, pre, certified: options of save_gguf, if `out` is a GGUF file.
+--- base: the folder or file of the base model, if `from` is an adapter. adapter: the folder or file of an adapter to
 --- merge into the model.
 function merge.convert(from, out, options)
   local given = caller.options(options, "gguf convert", CONVERT)

@@ -1,14 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adapters of layers that tensor-parallel ranks share. lua/ps/parallel/tensor/cut.lua replaces a layer with a layer
--- that has this rank's part. It then calls cut_into, which moves the adapters to the new layer:
+-- Adapters of layers that tensor-parallel ranks share. lua/ps/parallel/tensor/cut.lua replaces a layer with a new layer
+-- that has this rank's part of the weight. It then calls cut_into, which moves the adapters to the new layer. Each kind
+-- of layer is cut differently:
 --
---   column       B and the magnitudes are cut like the outputs. All ranks have A.
---   row          A is cut like the inputs. All ranks have B and the magnitudes. The products with A are summed.
---   vocabulary   A is cut by the table's rows. All ranks have B. The looked-up rows are summed.
---   head         B is cut by vocabulary entries. All ranks have A.
+--   column       B and the magnitudes are cut along the outputs. All ranks have A.
+--   row          A is cut along the inputs. All ranks have B and the magnitudes. The products with A are summed over
+--                the ranks.
+--   vocabulary   A is cut along the table's rows. All ranks have B. The looked-up rows are summed over the ranks.
+--   head         B is cut along the vocabulary. All ranks have A.
 --
--- If all ranks have a tensor, it gets the same gradient on all ranks, because copy_to sums the ranks' gradients. With
--- sequence parallelism, a rank only has the gradient of its own rows, and the engine sums these gradients
+-- If all ranks have a tensor, its gradient is equal on all ranks, because copy_to sums the ranks' gradients. With
+-- sequence parallelism, a rank computes only the gradient of its own rows, and the engine sums these gradients
 -- (shard.set_partial).
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
@@ -37,8 +39,8 @@ end
 
 local function scaled(u, adapter) return adapter.scale == 1 and u or u * adapter.scale end
 
--- Returns y + scale B A x. With magnitudes, returns (y - fixed + scale B A x) * factor + fixed, where `fixed` is the
--- bias.
+-- Returns y + scale B u, where u is A x. With magnitudes, returns (y - bias + scale B u) * factor + bias, where
+-- `factor` is DoRA's factor.
 local function joined(layer, name, adapter, u, B, magnitude, y, bias)
   u = scaled(like(u, y), adapter)
   if not magnitude then return ops.linear(u, B, nil, y, 1) end
@@ -149,7 +151,7 @@ end
 
 local FORWARDS = { column = column, row = row, vocabulary = vocabulary }
 
---- Moves a layer's adapters to the layer that has this rank's part of it.
+--- Moves the adapters of the layer `old` to the layer `new`, which has this rank's part of `old`.
 ---@param given ps.lora.ParallelTools
 ---@param old ps.nn.Module
 ---@param new ps.nn.Module

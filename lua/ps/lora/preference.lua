@@ -32,9 +32,9 @@ local preference = {}
 local IGNORED = -100
 
 -- -- log-probabilities ------------------------------------------------------------------------------------------------
--- Returns the sum of the log-probabilities of each row's targets, as fp32 [rows]. They are computed from the loss that
--- the last part of a causal model returns, which is the mean over a row's targets. Also returns each row's number of
--- targets.
+-- Returns the sum of the log-probabilities of each row's targets, as fp32 [rows]. Also returns each row's number of
+-- targets. The sum is computed from the row's loss, which the last part of a causal model returns. The loss is the mean
+-- over the row's targets.
 local function rows_of(last, carry, batch)
   local targets, list = batch.targets, {}
   local counts = targets:ne(IGNORED):to("fp32"):sum(1)                                    -- [rows]
@@ -66,8 +66,7 @@ local LOSSES = {
 -- Returns rows 0, 2, 4, ... of t [2 P] if `first` is 0, or rows 1, 3, 5, ... if it is 1.
 local function every_other(t, first) return t:reshape(-1, 2):select(1, first) end
 
--- Returns a batch's outputs. They are computed from the log-probabilities of the policy and of the reference, both [2
--- P].
+-- Computes a batch's outputs from the log-probabilities of the policy, [2 P], and of the reference, [2 P].
 local function outputs_of(log_probs, counts, reference, how)
   local ratio = log_probs - reference:to "fp32"
   local chosen, rejected = every_other(ratio, 0), every_other(ratio, 1)
@@ -217,7 +216,8 @@ local function joined(prompt, answer)
   return list
 end
 
--- Returns three lists: the messages with which both conversations begin, and the remaining messages of each.
+-- Returns three lists: the messages with which both conversations begin, the remaining messages of `chosen`, and the
+-- remaining messages of `rejected`.
 local function common_prompt(chosen, rejected)
   local n = 0
   while chosen[n + 1] and rejected[n + 1] and chosen[n + 1].role == rejected[n + 1].role
@@ -276,8 +276,8 @@ local function check_pair(i, pair, reference)
   end
 end
 
---- Returns a batch of P pairs: input_ids, attention_mask and labels [2 P, T], padded at the end. Row 2 i is the chosen
---- answer of pair i, and row 2 i + 1 is the rejected answer. Both are counted from 0.
+--- Returns a batch of P pairs: input_ids, attention_mask and labels [2 P, T], padded at the end. Row 2 * i is the
+--- chosen answer of pair i, and row 2 * i + 1 is the rejected answer of pair i. Rows and pairs are counted from 0.
 ---@param list ps.preference.Pair[]
 ---@param options? {pad?: integer, reference?: number[][]} pad: the padding id (default 0). reference: the
 --- log-probabilities of the chosen and the rejected answer of each pair.
@@ -324,10 +324,10 @@ local function hash_of(list, model)
   return bit.tohex(C.ps_xxh3(text, #text))
 end
 
---- Returns the log-probabilities of all pairs under the current model. If the model has an adapter, it is not applied.
---- The result is for ps.preference.batch. If `path` is given, the first call writes the log-probabilities to a
---- safetensors file, and later calls read the file. Raises an error if the file is for other pairs or another base
---- model. Dropout is off.
+--- Returns the log-probabilities of all pairs under the current model. If the model has an adapter, the adapter is not
+--- applied. Dropout is off. The result is the option `reference` of ps.preference.batch. If `path` is given, the first
+--- call writes the log-probabilities to a safetensors file, and later calls read the file. Raises an error if the file
+--- was written for other pairs or for another base model.
 ---@param model ps.nn.Module|ps.Engine a model that preference.wrap has changed
 ---@param list ps.preference.Pair[]
 ---@param options? {batch?: integer, pad?: integer, path?: string} batch: the number of pairs per call (default 4)

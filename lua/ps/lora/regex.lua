@@ -1,8 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The part of Python's regular expressions that PEFT's configurations use for names of modules. Supported are literals,
--- ".", classes in brackets, \d \w \s and their opposites, groups, "|", repetitions and the anchors ^ and $. Groups may
--- also be (?:...) and (?P<name>...). Repetitions are * + ? {m,n}, greedy or lazy. Other constructs are errors. A
--- pattern always matches the whole text.
+-- The part of Python's regular expressions that PEFT's configurations use for names of modules:
+--   literals, ".", and classes in brackets
+--   \d \w \s and \D \W \S
+--   groups: (...), (?:...) and (?P<name>...)
+--   alternatives: a|b
+--   repetitions: * + ? {m,n}, greedy or lazy
+--   the anchors ^ and $
+-- Other constructs are errors. A pattern always matches the whole text.
 local error = require("ps.core.caller").error
 
 local regex = {}

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Modules that an adapter trains in full (PEFT's modules_to_save), such as a new head. The values of the active adapter
 -- are in the module's own parameters, such as "score.weight". Code that reads these parameters therefore needs no
--- change. Child modules hold the other values:
+-- change. Child modules hold the values of the base model and of the inactive adapters:
 --
 --   score.weight                              the values of the active adapter
 --   score.original_module.weight              the values of the base model; frozen
@@ -36,8 +36,8 @@ local function copy_of(tensor)
   return copy
 end
 
--- Returns the child module that holds an inactive adapter's tensors. If `name` is false, it holds those of the base
--- model.
+-- Returns the child module that holds an inactive adapter's tensors. If `name` is false, returns the child module that
+-- holds the base model's tensors.
 local function aside(module, name)
   if not name then
     if not registry.kind(module, "original_module") then

@@ -25,8 +25,8 @@ function targets.ends_with(name, list)
   return false
 end
 
--- Returns a module's layer index for layers_to_transform. This is the first number in the module's name. If `patterns`
--- has entries, it is the first number that follows a name in `patterns`.
+-- Returns a module's layer index for layers_to_transform. The index is the first number in the module's name. If
+-- `patterns` has entries, the index is instead the first number that follows a name in `patterns`.
 local function layer_of(name, patterns)
   if not patterns or #patterns == 0 then return tonumber((("." .. name):match("%.[^.]*%.(%d+)%."))) end
   for _, pattern in ipairs(patterns) do
@@ -134,9 +134,9 @@ function targets.find(model, spec)
   return found
 end
 
---- Returns a module's value in PEFT's rank_pattern or alpha_pattern, which is the value of the pattern that matches the
---- module's name. PEFT uses the first pattern that matches, but a Lua table has no order. If two patterns with
---- different values match the same name, raises an error.
+--- Returns a module's value in PEFT's rank_pattern or alpha_pattern. This is the value of the pattern that matches the
+--- module's name, or `default` if no pattern matches. PEFT uses the first pattern that matches, but a Lua table has no
+--- order. If two patterns with different values match the same name, raises an error.
 ---@param patterns? table<string, number>
 ---@param name string
 ---@param default number
