@@ -55,8 +55,8 @@ function bmt.synchronize()
   dist.synchronize()
 end
 
---- Returns the mean of a loss over all ranks, without a gradient. BMTrain's name says sum, but it computes the mean,
---- too.
+--- Returns the mean of a loss over all ranks, without a gradient. The name is BMTrain's. BMTrain's sum_loss also
+--- computes the mean instead of the sum.
 ---@param loss ps.Tensor
 ---@param comm? any must be nil, because the mean is always over all ranks
 ---@return ps.Tensor
@@ -86,7 +86,7 @@ function bmt.gather_result(result)
   end)
 end
 
---- Prints values on one rank, like print.
+--- Prints values like print, but only on one rank.
 ---@param ... any the values, and optionally { rank = n } (default 0)
 function bmt.print_rank(...)
   local given, rank = { n = select("#", ...), ... }, 0

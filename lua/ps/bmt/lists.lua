@@ -7,10 +7,10 @@
 -- runs its blocks on each micro-batch and sends the result to the next stage. At the end, each rank gets the results
 -- for its own rows from the last stage.
 --
--- All these exchanges are ops, so backward sends their gradients in the opposite direction (GPipe, Huang et al. 2019).
--- Backward processes the micro-batches from the last to the first, and each micro-batch from the last stage to the
--- first. Parameters outside the list are on all stages, and their gradients are summed over the stages
--- (src/engine/ties.c).
+-- All these exchanges are ops, so backward sends gradients in the opposite direction (GPipe, Huang et al. 2019).
+-- Backward begins with the last micro-batch and ends with the first micro-batch. Each micro-batch passes from the last
+-- stage to the first stage. Parameters outside the list are on all stages, and their gradients are summed over the
+-- stages (src/engine/ties.c).
 --
 -- Sizes: n rows per rank, p stages, m micro-batches.
 local create = require "ps.tensor.create"
@@ -29,8 +29,8 @@ local lists = {}
 
 ---@class ps.bmt.TransformerBlockList: ps.nn.ModuleList
 ---@field num_hidden integer
----@field dropouts? integer number of dropouts reserved for each block: those of block i are numbered from i times this
---- number. nil if the dropouts of all blocks are numbered consecutively
+---@field dropouts? integer number of dropout indices that are reserved for each block. The first index of block i is i
+--- * dropouts. nil if the dropouts of all blocks are numbered consecutively
 local TransformerBlockList = nn_module.class("TransformerBlockList", container.ModuleList)
 lists.TransformerBlockList = TransformerBlockList
 
@@ -39,7 +39,8 @@ local LIST = { num_hidden = "whole" }
 --- Creates a list of blocks that is called as a whole. Items are indexed from 0. A module that is not a block becomes a
 --- block.
 ---@param list ps.nn.Module[]
----@param options? {num_hidden?: integer} how many leading arguments each block passes to the next block (default 1)
+---@param options? {num_hidden?: integer} number of results of a block that are the first arguments of the next block
+--- (default 1)
 function TransformerBlockList:init(list, options)
   if nn_module.is_module(list) and not module_lists.is_list(list) then
     error(("bmt.%s takes one list of blocks: %s { a, b }, not %s(a, b)"):format(self.class_name, self.class_name,
@@ -82,11 +83,11 @@ end
 
 local function pack(...) return { n = select("#", ...), ... } end
 
---- Applies the blocks one after another. Each block passes the first num_hidden arguments to the next block. All blocks
---- get the other arguments unchanged, whatever their type.
----@param ... any the arguments of a block, and optionally { return_hidden_states = true }. With this option, the inputs
---- of all blocks follow the last block's results, as one tensor [blocks, ...] for each of the num_hidden arguments. The
---- option batch_related has no effect here. It is for PipelineTransformerBlockList.
+--- Applies the blocks one after another. The first num_hidden results of a block are the first arguments of the next
+--- block. All blocks get the remaining arguments of the call unchanged, whatever their type.
+---@param ... any the arguments of a block, and optionally { return_hidden_states = true }. With this option, the call
+--- also returns the inputs of all blocks, after the last block's results: one tensor [blocks, ...] for each of the
+--- first num_hidden arguments. The option batch_related has no effect here. It is for PipelineTransformerBlockList.
 ---@return ps.Tensor ... the results of the last block
 function TransformerBlockList:forward(...)
   local args, options = arguments(...)
@@ -117,9 +118,9 @@ PipelineTransformerBlockList.dropouts = DROPOUTS
 lists.PipelineTransformerBlockList = PipelineTransformerBlockList
 
 --- Creates a list of blocks that are assigned, in order, to the pipe_size stages of init_distributed. With n blocks and
---- p stages, each of the first n mod p stages has one block more than the others. A module that is not a block becomes
---- a block. The list has the names and indices of all blocks. For the blocks of other stages, a rank has only shapes
---- and dtypes.
+--- p stages, each of the first n mod p stages has one block more than the other stages. A module that is not a block
+--- becomes a block. The list has the names and indices of all blocks. For the blocks of other stages, a rank has only
+--- shapes and dtypes.
 ---@param list ps.nn.Module[] at least one block per stage; blocks must not share parameters
 ---@param options? {num_hidden?: integer} num_hidden must be 1 if there are several stages
 function PipelineTransformerBlockList:init(list, options)
@@ -146,8 +147,8 @@ function PipelineTransformerBlockList:init(list, options)
   end
 end
 
--- Returns the first row of micro-batch i. Both are counted from 0. If m does not divide the number of rows, the first
--- micro-batches have one row more than the others.
+-- Returns the first row of micro-batch i. Rows and micro-batches are counted from 0. If the number of rows is not a
+-- multiple of the number of micro-batches, the first micro-batches have one row more than the last micro-batches.
 local function first_row(rows, micros, i)
   return i * math.floor(rows / micros) + math.min(i, rows % micros)
 end
@@ -160,8 +161,8 @@ local function all_rows(group, t)
   return group:all_gather(create.empty(shape, { dtype = t:dtype(), device = t:device() }), t:contiguous())
 end
 
--- Returns a function for each argument of the blocks, indexed by the argument's index, from 2. The function returns the
--- argument for the rows [first, first + count).
+-- Returns a list with a function for each argument of the blocks, starting at index 2. A function (first, count)
+-- returns the value of its argument for the rows [first, first + count).
 local function arguments_of_micros(args, group, related)
   local x, give, said = args[1], {}, {}
   for _, k in ipairs(related or {}) do said[k + 2] = true end
@@ -201,8 +202,8 @@ local function through(list, i, op, h, args)
   return y
 end
 
--- Returns this rank's rows of the tensor x of stage `root`, which contains the rows of all ranks along dimension `dim`.
--- On other stages, x only provides the shape. It is an argument there so that the backward of these stages runs.
+-- Returns this rank's rows of the tensor x on stage `root`. There, x contains the rows of all ranks along dimension
+-- `dim`. On other stages, only the shape of x is used. These stages also pass x so that their backward runs.
 local function own_rows(pipe, x, root, dim, n)
   return pipe.group:copied(x, root):narrow(dim, pipe.rank * n, n)
 end
@@ -269,8 +270,8 @@ local function staged(list, pipe, args, how)
 end
 
 --- Applies the blocks one after another, each on the rank of its stage. All ranks of the pipeline call this function,
---- each with its own rows. All ranks must have the same number of rows. The dropout masks are those that a single stage
---- would draw for the rows of all ranks.
+--- each with its own rows. All ranks must have the same number of rows. The dropout masks are the same as if a single
+--- stage computed the rows of all ranks.
 ---@param ... any the hidden states [n, ...], the other arguments of a block, and optionally { return_hidden_states =
 --- true, batch_related = { 0, 2 } }. return_hidden_states: also returns the inputs of all blocks, [blocks, n, ...].
 --- batch_related: the indices of tensors that have one row per sample. The first argument after the hidden states has

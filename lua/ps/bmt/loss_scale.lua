@@ -9,7 +9,7 @@ local loss_scale = {}
 
 ---@class ps.bmt.LossScale
 ---@field scale number
----@field factor number the factor of a change, greater than 1
+---@field factor number greater than 1; the scale is multiplied or divided by this factor
 ---@field every integer number of good steps after which the scale increases, counted from the last change of the scale
 ---@field least number smallest scale
 ---@field most number largest scale

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's schedules of the learning rate. While the iteration number n is less than w = warmup_iter, the rate rises
--- from 0. Then it follows the schedule's own formula. L is start_lr, and e is end_iter:
---   NoDecay      L n / w          L
---   Noam         L n / w^1.5      L / sqrt(n)
---   Linear       L n / w          L (e - n) / (e - w), at least 0
---   Cosine       L n / w          L (1 + cos(pi (n - w) / max(1, e - w))) / 2
---   Exponential  L n / w          L gamma^(n - w)
+-- BMTrain's schedules of the learning rate. The rate depends on the iteration number n. L is start_lr, w is
+-- warmup_iter, and e is end_iter:
+--   schedule     rate if n < w      rate if n >= w
+--   NoDecay      L * n / w          L
+--   Noam         L * n / w^1.5      L / sqrt(n)
+--   Linear       L * n / w          L * (e - n) / (e - w), at least 0
+--   Cosine       L * n / w          L * (1 + cos(pi * (n - w) / max(1, e - w))) / 2
+--   Exponential  L * n / w          L * gamma^(n - w)
 -- The formulas are those of BMTrain 1.0.1 (bmtrain/lr_scheduler). A schedule sets the rate of every group when it is
 -- created and at each step.
 local caller = require "ps.core.caller"
@@ -65,8 +66,8 @@ function Scheduler:load_state_dict(state)
   self:step(self.num_iter)
 end
 
--- Defines a schedule. `decay` is the formula after the warmup. `rise` is the formula during the warmup, if it is not
--- the common one. `more` has additional options. `advice` names the option to change if a formula divides by 0.
+-- Defines a schedule. `decay` is the formula after the warmup. `rise` is the formula during the warmup, or nil for L *
+-- n / w. `more` has additional options. `advice` names the option to change if a formula divides by 0.
 local function schedule(name, decay, rise, more, advice)
   local class = setmetatable({ get_lr_decay = decay, get_lr_warmup = rise, name = name, advice = advice or "" },
     { __index = Scheduler })

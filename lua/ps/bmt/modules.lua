@@ -15,8 +15,8 @@ local modules = {}
 local DistributedModule = nn_module.class("DistributedModule")
 modules.DistributedModule = DistributedModule
 
---- Runs a call that no other module makes. If OptimManager trains the module, the call is the forward of a
---- step.
+--- Runs a call of this module that no other module makes. If OptimManager trains the module, the call is the forward of
+--- a step.
 ---@param run fun(module: ps.nn.Module, ...): any
 ---@param ... any
 ---@return any ...
@@ -42,15 +42,15 @@ local function shard_of(part, dim, call)
 end
 
 --- Creates a parameter that is sharded over the ranks and gets the values of rank 0. Each op that reads the parameter
---- gathers it first. Under tp, if tp_split_dim is not -1, `data` is this rank's shard. Its values are then those of the
---- first rank that has the same shard.
+--- gathers the parameter first. With tensor parallelism, if tp_split_dim is not -1, `data` is this rank's shard. The
+--- shard then gets the values of the first rank that has the same shard.
 ---@param data ps.Tensor fp32, bf16 or fp16; all parameters of a model have one dtype
 ---@param options? {requires_grad?: boolean, init_method?: fun(t: ps.Tensor), group?: string, tp_mode?: boolean,
 --- tp_split_dim?: integer} requires_grad: default true. init_method: a function for bmt.init_parameters, which fills a
 --- tensor with the shape of the whole parameter. group: see bmt.grouped_parameters. tp_mode: whether the parameter
 --- belongs to a layer that ranks along tp share. tp_split_dim: the dimension that is split among these ranks. With -1
---- (default), each rank has the whole parameter and computes the same gradient. Without tp_mode, if ranks along tp
---- share the rows, their gradients are summed.
+--- (default), each rank has the whole parameter and computes the same gradient. Without tp_mode, the gradients of ranks
+--- along tp are summed if these ranks share the rows.
 ---@return ps.Tensor
 function modules.DistributedParameter(data, options)
   local call = "bmt.DistributedParameter"
@@ -140,13 +140,13 @@ local BLOCK = { use_checkpoint = "boolean", zero_level = "whole", initialized = 
 local MODES = { BLOCK = true, PIPE = true }
 
 --- Turns a module into a block. In training, backward recomputes the activations of a block. Returns the same module,
---- so its names and fields do not change. Its parameters become distributed.
+--- so the module's names and fields do not change. The module's parameters become distributed.
 ---@param module ps.nn.Module a module whose forward returns only tensors
 ---@param options? {use_checkpoint?: boolean, zero_level?: integer, mode?: "BLOCK"|"PIPE"} use_checkpoint: default true.
---- zero_level: in a run of level 3, this may be 3 or 2. 3 frees gathered parameters after each pass, so backward
---- gathers them again. 2 keeps them until the end of the step. The default follows
---- zero_optimization.reshard_after_forward of the configuration. In a run of another level, zero_level must be that
---- level.
+--- zero_level: in a run of level 3, zero_level may be 3 or 2. With 3, gathered parameters are freed after each pass,
+--- and backward gathers them again. With 2, gathered parameters are kept until the end of the step. The default follows
+--- zero_optimization.reshard_after_forward of the configuration. In a run of level 0, 1 or 2, zero_level must be the
+--- level of the run.
 ---@return ps.nn.Module
 function modules.CheckpointBlock(module, options)
   local call = "bmt.CheckpointBlock"

@@ -20,9 +20,9 @@ local optim = {}
 -- -- optimizers -------------------------------------------------------------------------------------------------------
 ---@class ps.bmt.Optimizer
 ---@field name string
----@field param_groups table[] the groups; each has params, lr, betas, eps and weight_decay, which can be changed
---- between steps
----@field hold_steps integer number of first steps in which the rate is 0
+---@field param_groups table[] the groups, with the fields params, lr, betas, eps and weight_decay. Settings can be
+--- changed between steps
+---@field hold_steps integer number of steps at the beginning of training in which the rate is 0
 ---@field offload boolean whether the state and its updates are on the host
 local Optimizer = {}
 Optimizer.__index = Optimizer
@@ -77,20 +77,21 @@ local function new(name, params, options, keys, offload)
     hold_steps = options.hold_steps and caller.whole(options.hold_steps, call .. ": hold_steps", 0) or 0 }, Optimizer)
 end
 
--- Raises an error for calls that need the differences which an update made. An update overwrites the parameters, so
--- these differences would need a copy of all parameters.
+-- Raises an error for a call that needs the difference between the parameters before and after an update. An update
+-- overwrites the parameters, so the difference would need a copy of all parameters.
 local function no_delta(call)
   error(call .. ": updates are not recorded, since that would need a copy of all parameters (record_delta); "
     .. "bmt.inspect.inspect_model has statistics of parameters, whose means before and after a step give the mean "
     .. "update")
 end
 
---- Creates an Adam optimizer. As in BMTrain, weight decay is added to the gradient for fp32 parameters. For bf16 and
---- fp16 parameters, it is decoupled (AdamW).
+--- Creates an Adam optimizer. As in BMTrain, the weight decay of fp32 parameters is added to the gradient. The weight
+--- decay of bf16 and fp16 parameters is decoupled (AdamW).
 ---@param params ps.Tensor[]|table[]|ps.nn.Module the parameters, or groups { params =, lr =, ... }
----@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer} The
---- defaults are 1e-3, { 0.9, 0.999 }, 1e-8 and 0. hold_steps: the number of first steps in which the rate is 0. For
---- bf16 and fp16 parameters, it is one step fewer.
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer} lr:
+--- default 1e-3. betas: default { 0.9, 0.999 }. eps: default 1e-8. weight_decay: default 0. hold_steps: the number of
+--- steps at the beginning of training in which the rate is 0. For bf16 and fp16 parameters, this is hold_steps - 1
+--- steps.
 ---@return ps.bmt.Optimizer
 function optim.AdamOptimizer(params, options) return new("AdamOptimizer", params, options, SETTINGS, false) end
 
@@ -285,7 +286,7 @@ function OptimManager:clip_grad_norm(param_groups, max_norm, options)
   return step.clip(engine, numbers_of(self, param_groups, call), max_norm, (options.eps or 1e-6) / self.scale_before)
 end
 
--- Runs fn. If an optimizer is still in its first hold_steps steps, the rate of its groups is 0 during the call.
+-- Runs fn. If fewer than hold_steps steps of an optimizer are done, the rate of its groups is 0 while fn runs.
 local function holding(self, fn)
   local was, done = {}, self.engine.optimizer.steps
   local late = self.engine.precision == "fp32" and 0 or 1
@@ -300,8 +301,8 @@ local function holding(self, fn)
   return result
 end
 
---- Updates the parameters, and advances the schedules by a step. If the scaled gradients overflowed, the loss scale is
---- lowered instead, and rank 0 prints a note.
+--- Updates the parameters, and advances the schedules by a step. If the scaled gradients overflowed, the parameters and
+--- the schedules do not change. Instead, the loss scale is lowered, and rank 0 prints a note.
 function OptimManager:step()
   local engine = begun(self, "step")
   if engine:accumulating() then

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's layers (bmt.nn) that the ranks along tp share. Each rank has columns or rows of a linear layer, or rows of
--- a word embedding. By default, ranks also share the rows between layers (tensor_parallel.sequence_parallel). Rows are
--- then the first dimension. A layer gathers the rows before its product, and scatters the sums after the product.
--- Otherwise all ranks have all rows. Without tp_size, a rank has the whole layer and all rows.
+-- a word embedding. By default, ranks also share the rows of the batch between layers
+-- (tensor_parallel.sequence_parallel). Rows are then the first dimension. A layer gathers the rows before its product,
+-- and scatters the sums after the product. If ranks do not share the rows, every rank has all rows. Without tp_size, a
+-- rank has the whole layer and all rows.
 --
 -- Sizes: n rows, t ranks along tp.
 local create = require "ps.tensor.create"
@@ -36,8 +37,8 @@ local function pieces_of(n, key, call)
   return n or session.need(call).pieces
 end
 
--- Gathers the rows [n / t, ...] of all ranks to a tensor [n, ...]. The gradient is the sum over the ranks, of which
--- each rank gets its own rows.
+-- Gathers the rows [n / t, ...] of all ranks to a tensor [n, ...]. Backward sums the gradient over the ranks and passes
+-- each rank its own rows of the sum.
 local function gathered(group, x)
   return session.need "bmt.nn".keep_gathered and group:gathered(x) or group:gathered_again(x)
 end
@@ -88,7 +89,7 @@ function parallel.OpParallelLinear(input, weight, bias, options)
   return options.gather_output and group:gather_from(y) or y
 end
 
--- Creates a weight [outputs, inputs] and an optional bias. The sizes are those of this rank's part.
+-- Creates a weight [outputs, inputs] and an optional bias. `outputs` and `inputs` are the sizes of this rank's part.
 local function fill(self, outputs, inputs, given, weight, bias)
   weight.init_method, bias.init_method = init.xavier_normal_, init.zeros_
   local dtype = given.dtype or "fp32"
@@ -98,8 +99,9 @@ local function fill(self, outputs, inputs, given, weight, bias)
   end
 end
 
--- Creates the parameters of a layer that is sharded over t ranks. Dimension 0 shards its outputs, and dimension 1 its
--- inputs. `chunks` is the name of the option for the number of pieces in which rows are exchanged. Returns that number.
+-- Creates the parameters of a layer that is sharded over t ranks. If `dim` is 0, the outputs are sharded. If `dim` is
+-- 1, the inputs are sharded. `chunks` is the name of the option for the number of pieces in which rows are exchanged.
+-- Returns the number of pieces.
 local function fill_part(self, inputs, outputs, dim, given, chunks)
   local call, sizes = "bmt.nn." .. self.class_name, { [0] = outputs, inputs }
   local pieces = pieces_of(given[chunks], chunks, call)
@@ -245,8 +247,8 @@ end
 
 --- Returns the embedding vectors for indices. With projection, returns the logits for this rank's shard of the
 --- vocabulary.
----@param x ps.Tensor indices [...]. If ranks share the rows, they are the indices of this rank's rows. With projection,
---- x is [n, width] or [B, T, width]. If ranks share the rows, it is then [n / t, width] or [B, T / t, width]
+---@param x ps.Tensor without projection: indices [...], or only the indices of this rank's rows if ranks share the
+--- rows. With projection: [n, width] or [B, T, width], or [n / t, width] or [B, T / t, width] if ranks share the rows
 ---@param projection? boolean whether to compute logits (default false)
 ---@return ps.Tensor [..., width], or [n, words / t] or [B, T, words / t] with projection
 function Vocabulary:forward(x, projection)

@@ -131,8 +131,8 @@ local function set_facts(pipe_size, tp_size)
   facts.tp_zero_rank = math.floor(e.rank / tp_size)
 end
 
--- Returns two groups: the group of the previous stage and this stage, and the group of this stage and the next stage. A
--- group is false if that other stage does not exist.
+-- Returns two groups: the group of the previous stage and this stage, and the group of this stage and the next stage.
+-- The first group is false on the first stage, and the second group is false on the last stage.
 local function pairs_of(group)
   local rank, size, made = group:rank(), group:size(), {}
   for odd = 0, 1 do
@@ -160,7 +160,7 @@ end
 --- zero_level: the ZeRO level, 0 to 3 (default 3). tp_size: the number of ranks that share layers (bmt.nn). pipe_size:
 --- the number of stages to which blocks are assigned (bmt.PipelineTransformerBlockList). num_micro_batches: the number
 --- of micro-batches into which the rows of all stages are split (default pipe_size). config: keys of ps.initialize's
---- configuration (memory, device, gradient_accumulation_steps, ...). The other options are those of
+--- configuration (memory, device, gradient_accumulation_steps, ...). The other options are described at
 --- ps.init_distributed.
 function session.begin(options)
   options = caller.options(options, "bmt.init_distributed", OPTIONS)
@@ -251,7 +251,7 @@ function Session:ready(dtype, call)
 end
 
 --- Moves a parameter into the engine's chunks, unless it belongs to another stage. All ranks get the values of rank 0.
---- If the parameter is a shard, they get the values of the first rank that has the same shard.
+--- If the parameter is a shard, each rank gets the values of the first rank that has the same shard.
 ---@param tensor ps.Tensor
 function Session:stage(tensor)
   -- A parameter is on device meta until its file is mapped.
@@ -302,7 +302,8 @@ function Session:deal(block, stage)
   end
 end
 
---- Returns the stage of a parameter of another stage. Returns nil if this rank's stage has the parameter.
+--- If a parameter is only on another stage, returns this other stage. Returns nil if this rank's stage has the
+--- parameter.
 ---@param tensor ps.Tensor
 ---@return integer? stage
 function session.elsewhere(tensor)
@@ -353,8 +354,8 @@ function Session:take(module)
   self.taken(engine)
 end
 
---- Passes the model to the engine before its first call, if the optimizers have all trained parameters of the model.
---- Values that are loaded afterwards are then also written to the fp32 masters.
+--- Passes the model to the engine before the model's first call, if the optimizers have all trained parameters of the
+--- model. Values that are loaded into the model after this call are then also written to the fp32 masters.
 ---@param module ps.nn.Module
 function session.hand_over(module)
   local self, there = current, {}
@@ -385,8 +386,8 @@ local function leave(self, ok, ...)
   return ...
 end
 
---- Runs a call of a DistributedModule that no other module makes. For the trained model, the call is a forward of the
---- engine.
+--- Runs a call of a DistributedModule that no other module makes. If the module is the trained model, the call is a
+--- forward of the engine.
 ---@param module ps.nn.Module
 ---@param run fun(module: ps.nn.Module, ...): any the function that performs the call
 ---@return any ...

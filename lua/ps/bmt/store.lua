@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- bmt.save and bmt.load: save the state dict of the whole model to one file, and load it, even if ranks share the
+-- bmt.save writes the state dict of the whole model to one file, and bmt.load reads the file, even if ranks share the
 -- model.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
@@ -29,7 +29,8 @@ local function joined(own, desc)
   return shard.join(desc, shards)
 end
 
--- Returns a copy of a parameter in memory. If it is a parameter of a block, all stages get the values of its stage.
+-- Returns a copy of a parameter in memory. If the parameter belongs to a block, all stages get the values from the
+-- block's stage.
 local function value_of(tensor)
   local stage = session.stage_of(tensor)
   local copy = session.elsewhere(tensor) and create.empty(tensor:shape(), { dtype = tensor:dtype(), device = "cpu" })
@@ -37,8 +38,8 @@ local function value_of(tensor)
   return stage and mesh.group "pp":broadcast(copy, stage) or copy
 end
 
--- Returns the state of a model that has no engine yet. On rank 0, the whole state is in memory. On other ranks, no part
--- of it is. All ranks read all parameters, because reading a parameter gathers it.
+-- Returns the state of a model that has no engine yet. On rank 0, the result contains the whole state, in memory. On
+-- other ranks, the result is empty. All ranks read all parameters, because reading a parameter gathers the parameter.
 local function gathered(model, rank)
   local state, names, all = {}, {}, model:state_dict { tied = false }
   for name in pairs(all) do names[#names + 1] = name end
@@ -91,8 +92,8 @@ local LOAD = { strict = "boolean" }
 
 --- Copies the values of a file from bmt.save or torch.save into the model, one tensor at a time. All ranks call this
 --- function and read the file. A step in progress is abandoned. If an OptimManager has received the model's optimizers,
---- the fp32 values of the file are written to the masters of bf16 and fp16 parameters. Otherwise the values are
---- rounded.
+--- the fp32 values of the file are written to the masters of bf16 and fp16 parameters. Otherwise the values are rounded
+--- to the dtype of the parameters.
 ---@param model ps.nn.Module
 ---@param file_name string
 ---@param options? {strict?: boolean} strict: whether missing and unexpected names are errors (default true)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's helpers for training scripts, which print texts and compute running averages.
+-- BMTrain's helpers for training scripts. They print texts and compute running averages.
 local devices = require "ps.core.devices"
 local views = require "ps.memory.views"
 local caller = require "ps.core.caller"
@@ -9,7 +9,8 @@ local utils = {}
 
 local WIDTH = 60                                 -- width of a printed block in columns
 
---- Prints a line of 60 columns with a title between "=" signs, and then a text.
+--- Prints a line of 60 columns that contains the title between "=" signs. Then prints the text `content`, if it is
+--- given.
 ---@param title string
 ---@param content? string
 function utils.print_block(title, content)
@@ -21,7 +22,7 @@ function utils.print_block(title, content)
   io.stdout:flush()
 end
 
---- Prints a title, and then the entries of a table, sorted by name.
+--- Prints a title. Then prints the entries of a table, sorted by name.
 ---@param title string
 ---@param content table<any, any>
 function utils.print_dict(title, content)
