@@ -29,8 +29,8 @@ local lists = {}
 
 ---@class ps.bmt.TransformerBlockList: ps.nn.ModuleList
 ---@field num_hidden integer
----@field dropouts? integer number of dropout indices that are reserved for each block. The first index of block i is i
---- * dropouts. nil if the dropouts of all blocks are numbered consecutively
+---@field dropouts? integer number of dropout indices that are reserved for each block. The indices of block i start at
+--- this number times i. nil if the dropouts of all blocks are numbered consecutively
 local TransformerBlockList = nn_module.class("TransformerBlockList", container.ModuleList)
 lists.TransformerBlockList = TransformerBlockList
 

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Switches the parameters of schedule-free optimizers between their values for training and for evaluation. eval()
--- moves each parameter to its average, and train() moves it back. As in the package schedulefree, the field train_mode
--- of a group says which values its parameters hold. If a call fails halfway, another call moves the remaining
--- parameters.
+-- moves each parameter to its average, and train() moves the parameter back. As in the package schedulefree, the field
+-- train_mode of a group says which values the group's parameters hold. If a call fails halfway, another call moves the
+-- remaining parameters.
 local entries_of = require "ps.optim.entries"
 local native = require "ps.core.ffi"
 local optimizers = require "ps.optimizers"
@@ -11,7 +11,8 @@ local error = require("ps.core.caller").error
 
 local average = {}
 
--- Returns how the parameters of a group move, or nil if training and evaluation use the same values.
+-- Returns the field `average` of a group's optimizer, which describes how eval() and train() move parameters. Returns
+-- nil if training and evaluation use the same values.
 local function how_of(group)
   local made = optimizers.of_group(group)
   return made and made.average
@@ -51,7 +52,8 @@ end
 ---@param train boolean whether to move them back to their values for training
 ---@param items_of fun(number: integer): any[] returns the parameters of group `number`, counted from 1, in the
 --- optimizer's own form
----@param move fun(item: any, state: string, weight: number) moves a parameter toward a state by `weight`
+---@param move fun(item: any, state: string, weight: number) moves a parameter toward a state, by the fraction `weight`
+--- of their difference
 function average.switch(optimizer, train, items_of, move)
   for number, group in ipairs(optimizer.groups) do
     local how, moved = how_of(group), optimizer.moved and optimizer.moved[number]

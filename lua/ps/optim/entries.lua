@@ -49,8 +49,8 @@ function entries.prepare(entry)
   return states
 end
 
---- Returns the names of the parameters in a saved state. With a model, these are the names in the model. Otherwise they
---- are "0", "1", ...
+--- Returns the names of the parameters in a saved state. If `model` is given, these are the parameters' names in the
+--- model. Otherwise the names are "0", "1", ...
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@return string[]
@@ -65,7 +65,7 @@ function entries.names_for(self, model)
   return names
 end
 
---- Returns the names that the parameters had when the optimizer was created, or nil if some had none.
+--- Returns the names that the parameters had when the optimizer was created, or nil if a parameter had no name.
 ---@param self ps.Optimizer
 ---@return string[]?
 function entries.own_names(self)
@@ -77,9 +77,9 @@ function entries.own_names(self)
   return names
 end
 
---- Returns the names of the parameters in a saved state. If the state was saved without a model, these are indices. If
---- both the state and this optimizer have names for the parameters, a parameter gets the index of its name in the
---- state.
+--- Returns the names of this optimizer's parameters in a saved state. If the state was saved without a model, a
+--- parameter's name there is an index. If both the state and this optimizer know the real names of the parameters, the
+--- index is found by the real name.
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@param values table the values of the saved state

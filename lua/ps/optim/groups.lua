@@ -15,7 +15,7 @@ local error = caller.error
 
 local groups = {}
 
--- Name components of matrices that are outside a model's layers: embeddings and heads.
+-- Parts of the names of matrices that are outside a model's layers. These matrices are embeddings and heads.
 local OUTSIDE = { "emb", "wte", "wpe", "head", "classifier", "score", "pooler" }
 
 --- Returns the default groups of an optimizer that updates only matrices. The first group has the matrices inside the
@@ -33,7 +33,8 @@ function groups.split(kind)
   return { { match = inside, optimizer = kind }, { optimizer = made.rest } }
 end
 
---- Returns the groups of a module's parameters for an optimizer of this kind: a single group, or those of groups.split.
+--- Returns the groups of a module's parameters for an optimizer of this kind: a single group, or the groups that
+--- groups.split defines.
 ---@param kind ps.optimizers.Description
 ---@param module ps.nn.Module
 ---@return table[]
@@ -187,9 +188,10 @@ function groups.check(list, kind)
 end
 
 -- -- rates -----------------------------------------------------------------------------------------------------------
--- Returns the optimizer's own rate (base_lr). This is the rate that was given when it was created. If none was given,
--- it is the rate that all groups have, or false if their rates differ. Schedules and set_lr start from each group's
--- initial rate (initial_lr).
+-- Returns the optimizer's own rate (base_lr). This is the rate that was given when the optimizer was created. If no
+-- rate was given, base_lr is the initial rate of all groups, or false if the groups' initial rates differ. If the given
+-- rate is 0 but an initial rate is not 0, base_lr is also false. Schedules and set_lr start from each group's initial
+-- rate (initial_lr).
 local function base_of(list, given)
   local alike = true
   for _, group in ipairs(list) do alike = alike and group.initial_lr == list[1].initial_lr end
@@ -233,8 +235,8 @@ end
 local ALIAS = { learning_rate = "lr", rate = "lr", beta = "betas", beta1 = "betas", beta2 = "betas", epsilon = "eps",
   wd = "weight_decay", decay = "weight_decay" }
 
--- If a key is a misspelling of a setting, returns the setting. Otherwise returns nil. A longer name such as "lr0" or
--- "momentum_start" is not a misspelling.
+-- If a key is a misspelling of a setting, returns the setting. Otherwise returns nil. A name that begins with the name
+-- of a setting, such as "lr0" or "momentum_start", is not a misspelling.
 local function misspelt(key, settings)
   if type(key) ~= "string" then return nil end
   local near = nearest.find(key, settings)
@@ -298,9 +300,9 @@ function groups.each_rate(optimizer, rate_of)
   note_rates(optimizer.groups)
 end
 
---- Sets the optimizer's rate for the next and all later steps. If a group's initial rate differs from the optimizer's
---- rate, the group's rate is scaled by the same ratio. Raises an error if the groups' rates differ and the optimizer
---- was created without a rate.
+--- Sets the optimizer's rate for the next and all later steps. The rate of a group becomes lr * initial_lr / base_lr,
+--- so the ratios between the groups' rates do not change. If base_lr is 0, it becomes lr. Raises an error if the
+--- groups' rates differ and the optimizer was created without a rate.
 ---@param optimizer {groups: table[], base_lr: number|false}
 ---@param lr number
 ---@param call? string name of the call in messages (default "optimizer:set_lr")
@@ -432,8 +434,8 @@ end
 function groups.loaded(list) note_rates(list) end
 
 -- -- of engines ------------------------------------------------------------------------------------------------------
---- Returns the groups that a configuration defines. They have the settings of its optimizer, as changed by the script's
---- param_groups.
+--- Returns the groups that a configuration defines. The groups have the settings of the configuration's optimizer,
+--- except for the settings that the script's param_groups change.
 ---@param optimizer {type: string, params: table} the configuration's section "optimizer"
 ---@param param_groups? table[] nil for one group
 ---@return table[] groups
@@ -466,8 +468,8 @@ function groups.states(list)
   return states
 end
 
--- Returns the indices of the groups whose match returns true for a parameter. If there are none and the last group has
--- no match, returns the index of the last group.
+-- Returns the indices of the groups whose function `match` returns true for a parameter. If there is no such group, and
+-- the last group has no function `match`, returns the index of the last group.
 local function matches(param_groups, name, param)
   local list = {}
   for number, given in ipairs(param_groups) do
@@ -478,8 +480,8 @@ local function matches(param_groups, name, param)
   return list
 end
 
---- Raises an error if a trained parameter belongs to no group. Prints a note about the parameters that several groups
---- match, and about groups that have a match but get no parameter.
+--- Raises an error if a trained parameter belongs to no group. Prints a note about parameters that several groups
+--- match, and about groups that have a function `match` but get no parameter.
 ---@param param_groups? table[]
 ---@param rows {name: string, param: ps.Tensor}[] all trained parameters
 ---@param note fun(text: string)
@@ -511,8 +513,8 @@ function groups.check_members(param_groups, rows, note)
   end
 end
 
---- Returns the index of a parameter's group, counted from 1. This is the first group whose match returns true, or else
---- the last group.
+--- Returns the index of a parameter's group, counted from 1. The group is the first group whose function `match`
+--- returns true. If there is no such group, it is the last group.
 ---@param param_groups? table[]
 ---@param name string
 ---@param param ps.Tensor

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.optim: optimizers for parameters in plain memory (ps.optimizers). Optimizer states are fp32, or fp64 for fp64
--- parameters, except those with a smaller type. A bf16 or fp16 parameter has an fp32 master, which is created at the
--- first step. A step calls a fused op a few times, each time for a batch of tensors. A single factor in this op
--- implements gradient clipping, the loss scale, and the mean over accumulated gradients. Only the norm needs a second
--- pass over the gradients.
+-- parameters. Some optimizers have states of a smaller type instead, such as bf16. A bf16 or fp16 parameter has an fp32
+-- master, which is created at the first step. A step calls a fused op a few times, each time for a batch of tensors. A
+-- single factor in this op implements gradient clipping, the loss scale, and the mean over accumulated gradients. Only
+-- the norm for gradient clipping needs a second pass over the gradients.
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -54,8 +54,8 @@ end
 ---@field trained table<number, true> addresses of the optimizer's parameters
 ---@field lost? string a text that says which call replaced a parameter with another tensor, and which parameter
 ---@field gone? {tensor: ps.Tensor, name: string}[] parameters whose fields in modules a script has set to other tensors
----@field taken? {name: string, engine: table} is set if ps.initialize adopted a parameter of this name, but not this
---- optimizer
+---@field taken? {name: string, engine: table} is set if ps.initialize adopted a parameter of this optimizer, but not
+--- the optimizer. name: the parameter's name
 ---@field per_rank? boolean in a group of several ranks, whether each rank updates from its own gradients
 local Optimizer = {}
 groups.fields(Optimizer, Optimizer)
@@ -96,7 +96,8 @@ local function defaults_of(made, lr)
   return optimizers.complete(defaults, made)
 end
 
--- Returns the optimizer of a group. This is the optimizer that the group's options name, or else the default.
+-- Returns the optimizer of a group. This is the optimizer that the group's options name. If they name no optimizer,
+-- this is `kind`.
 local function kind_of_group(kind, given, what)
   local name = type(given) == "table" and (given.optimizer or given.kind)
   if not name then return kind end
@@ -356,9 +357,9 @@ function Optimizer:zero_grad(set_to_none)
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
 end
 
---- Sets the learning rate for the next and all later steps. If a group was created with another rate, its rate is
---- scaled by the same ratio. If the groups' rates differ and the optimizer was created without a rate, raises an error.
---- In this case, set optimizer.groups[i].lr instead.
+--- Sets the learning rate for the next and all later steps. If a group was created with a rate that differs from the
+--- optimizer's rate, the ratio between the two rates does not change. If the groups' rates differ and the optimizer was
+--- created without a rate, raises an error. In this case, set optimizer.groups[i].lr instead.
 ---@param lr number
 function Optimizer:set_lr(lr)
   called(self, "set_lr")
@@ -422,8 +423,8 @@ local function for_torch(self)
 end
 
 --- Returns the state in PyTorch's form, {state = {[n] = {step, exp_avg, ...}}, param_groups}. An engine's
---- optimizer:state_dict() has the same form. Both PyTorch's optimizer and this one can load it with load_state_dict.
---- The tensors are not copied.
+--- optimizer:state_dict() has the same form. PyTorch's optimizer and this optimizer can load the result with
+--- load_state_dict. The tensors are not copied.
 ---@return {state: table<integer, table>, param_groups: table[]}
 function Optimizer:torch_state_dict()
   called(self, "torch_state_dict")
@@ -445,7 +446,8 @@ local function load_torch(self, state)
 end
 
 --- Loads a result of state_dict. Tensors that are on the device of their parameter are used without a copy. Can also
---- load PyTorch's form (torch_state_dict), from tables or from an open file. It is copied.
+--- load a state in PyTorch's form (torch_state_dict), from tables or from an open file. The tensors of such a state are
+--- copied.
 ---@param state table|ps.TorchFile
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)

@@ -31,8 +31,8 @@ local M = {}
 ---@field growth number factor by which the scale is raised
 ---@field backoff number factor that multiplies the scale after an overflow
 ---@field restarts boolean whether a new window begins when the scale is raised, as in PyTorch
----@field hysteresis_left integer number of overflows, including the one that lowers the scale, until the scale is
---- lowered
+---@field hysteresis_left integer number of overflows until the scale is lowered, including the overflow that lowers the
+--- scale
 local LossScaler = require("ps.core.foreign").stand({}, "scaler")
 LossScaler.__index = LossScaler
 
@@ -57,11 +57,11 @@ local function check(key, value)
   end
 end
 
---- Creates a loss scaler with DeepSpeed's rule. If loss_scale is 0, the scale is dynamic. Otherwise it is a fixed
---- scale, which overflows do not change. A step that overflows is skipped. A dynamic scale starts at initial_scale, or
---- at 2 ^ initial_scale_power. Overflows halve it, but not below min_loss_scale. consecutive_hysteresis: whether every
---- good step restores the hysteresis, instead of a window of good steps. raise_error_at_min_scale: whether an overflow
---- at the smallest scale is an error.
+--- Creates a loss scaler with DeepSpeed's rule. If loss_scale is 0, the scale is dynamic. Otherwise the scale is fixed,
+--- and overflows do not change it. A step that overflows is skipped. A dynamic scale starts at initial_scale, or at 2 ^
+--- initial_scale_power. Overflows halve the scale, but not below min_loss_scale. consecutive_hysteresis: if true, every
+--- good step restores the hysteresis. If false, only a window of good steps restores the hysteresis.
+--- raise_error_at_min_scale: whether an overflow at the smallest scale is an error.
 ---@param options? {loss_scale?: number, initial_scale_power?: number, initial_scale?: number, loss_scale_window?:
 --- integer, hysteresis?: integer, consecutive_hysteresis?: boolean, min_loss_scale?: number, raise_error_at_min_scale?:
 --- boolean}

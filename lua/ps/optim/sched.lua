@@ -3,11 +3,12 @@
 -- of step(). The loop is  loss:backward(); opt:step(); sched:step().  Call sched:step() only after a step that was not
 -- skipped. A step is skipped if its gradients overflowed.
 --
--- Schedules differ in how they set the rates of several groups. The schedules of DeepSpeed act as in DeepSpeed:
--- WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set one rate for all groups, and WarmupCosineLR multiplies each
--- group's own rate. The schedules of PyTorch (sched_torch.lua) and of Hugging Face (sched_hugging_face.lua) compute
--- each group's rate from the group's initial rate. warmup_cosine, warmup_linear and constant set the optimizer's own
--- rate. The rates of groups with another rate are then scaled by the same ratio (optimizer:set_lr).
+-- Schedules differ in how they set the rates of several groups:
+--   WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set one rate for all groups, as in DeepSpeed.
+--   WarmupCosineLR multiplies each group's own rate, as in DeepSpeed.
+--   The schedules of PyTorch (sched_torch.lua) and of Hugging Face (sched_hugging_face.lua) compute the rate of each
+--     group from the group's initial rate.
+--   warmup_cosine, warmup_linear and constant call optimizer:set_lr, which keeps the ratios between the groups' rates.
 local caller = require "ps.core.caller"
 local foreign = require "ps.core.foreign"
 local schedule = require "ps.optim.schedule"
@@ -114,8 +115,8 @@ local function warmup_share(name, options)
   return function(step) return scale * math.log(step + 1) end, steps
 end
 
--- Returns a schedule in which the rate rises from warmup_min_lr to warmup_max_lr. After the warm-up, the rate is
--- between these two rates, at the fraction that after(step, number of warm-up steps) returns.
+-- Returns a schedule in which the rate rises from warmup_min_lr to `high`. After the warm-up, the rate is warmup_min_lr
+-- + f * (high - warmup_min_lr), where f is the result of after(step, number of warm-up steps).
 local function warmup_then(name, options, high, after, total)
   local low, share, steps = options.warmup_min_lr or 0, warmup_share(name, options)
   return build(name, options, function(count)
@@ -163,8 +164,8 @@ local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number",
   warmup_num_steps = "number", cos_min_ratio = "number", warmup_type = "string", last_batch_iteration = "number" }
 
 --- Returns a schedule that multiplies each group's own rate by a factor. The factor rises from warmup_min_ratio to 1.
---- Then it falls along half a cosine to cos_min_ratio. If the option `lr` is given, the schedule instead multiplies lr
---- by the factor, and calls optimizer:set_lr with the result.
+--- Then the factor falls along half a cosine to cos_min_ratio. If the option `lr` is given, the schedule instead
+--- multiplies lr by the factor, and calls optimizer:set_lr with the product.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?:
 --- number, warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?:
 --- integer}
@@ -245,7 +246,8 @@ local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_t
   lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean", last_batch_iteration = "number" }
 
 --- Returns a schedule whose rate only increases. It is used to find the rate at which training diverges (Smith 2017).
---- The rate is min * (1 + step_rate * steps / step_size).
+--- The rate of step n, counted from 0, is lr_range_test_min_lr * (1 + lr_range_test_step_rate * n /
+--- lr_range_test_step_size).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?:
 --- integer, lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
 ---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer

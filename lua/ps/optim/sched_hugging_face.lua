@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The schedules of Hugging Face's Trainer. Their names are the values of its lr_scheduler_type (ps.optim.sched). Each
+-- The schedules of Hugging Face's Trainer. Their names are the values of the Trainer's option lr_scheduler_type. Each
 -- schedule multiplies every group's initial rate by a factor that depends on the step. The factors are those of
 -- transformers 5 (optimization.py).
 local caller = require "ps.core.caller"
@@ -117,9 +117,10 @@ end
 local POLYNOMIAL = keys_of { num_training_steps = "whole", lr_end = "number", power = "number" }
 
 --- Returns a schedule in which the rate rises from 0 to each group's initial rate during num_warmup_steps steps. Then
---- the rate falls in proportion to a power (default 1) of the number of remaining steps. It reaches lr_end (default
---- 1e-7) at step num_training_steps. lr_end applies to the optimizer's own rate. For a group with another rate, lr_end
---- is scaled by the same ratio.
+--- the rate falls to lr_end (default 1e-7), which it reaches at step num_training_steps. The difference between the
+--- rate and lr_end is proportional to a power (default 1) of the number of remaining steps. lr_end is the last rate of
+--- a group whose initial rate is the optimizer's own rate. The last rate of every group is the same fraction of the
+--- group's initial rate.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 --- lr_end?: number, power?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -142,8 +143,9 @@ end
 local INVERSE = keys_of { timescale = "whole" }
 
 --- Returns a schedule in which the rate rises from 0 to each group's initial rate during num_warmup_steps steps. Then
---- the rate falls in proportion to 1 / sqrt of the step. It is half of the initial rate at step num_warmup_steps + 3 *
---- timescale. timescale defaults to num_warmup_steps, or to 10,000 if num_warmup_steps is 0.
+--- the rate is the initial rate times sqrt(timescale / (step - num_warmup_steps + timescale)). At step num_warmup_steps
+--- + 3 * timescale, it is half of the initial rate. timescale defaults to num_warmup_steps, or to 10,000 if
+--- num_warmup_steps is 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, timescale?: integer, last_epoch?:
 --- integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -187,9 +189,9 @@ end
 local WARM_LEAST = keys_of { num_training_steps = "whole", num_cycles = "number", min_lr = "number",
   min_lr_rate = "number", warmup_lr_rate = "number" }
 
---- Returns a schedule like `cosine_with_min_lr`, except that each step has the rate of the next step. The first rate is
---- therefore not 0. The warm-up begins at the fraction warmup_lr_rate of the initial rate (default 1 /
---- num_warmup_steps).
+--- Returns a schedule like `cosine_with_min_lr`, except that step n has the rate that `cosine_with_min_lr` has at step
+--- n + 1. The first rate is therefore not 0. The warm-up begins at the fraction warmup_lr_rate of the initial rate
+--- (default 1 / num_warmup_steps).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 --- num_cycles?: number, min_lr?: number, min_lr_rate?: number, warmup_lr_rate?: number, last_epoch?: integer}
 ---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
@@ -208,7 +210,7 @@ end
 
 local STABLE = keys_of { num_training_steps = "whole", num_decay_steps = "whole", num_stable_steps = "whole",
   warmup_type = "string", decay_type = "string", min_lr_ratio = "number", num_cycles = "number" }
--- Functions for warmup_type and decay_type. Each returns the factor at a completed fraction of the phase.
+-- Functions for warmup_type and decay_type. Each function maps the completed fraction of a phase to a factor.
 local RISE = { linear = function(done) return done end, cosine = function(done) return 1 - cosine(0.5, done) end,
   ["1-sqrt"] = function(done) return 1 - math.sqrt(1 - done) end }
 local FALL = { linear = function(done) return 1 - done end, cosine = function(done, cycles) return cosine(cycles, done)
@@ -217,7 +219,7 @@ local FALL = { linear = function(done) return 1 - done end, cosine = function(do
 --- Returns a schedule with three phases. First, the rate rises to each group's initial rate during num_warmup_steps
 --- steps. It starts at the fraction min_lr_ratio (default 0) of the initial rate. Then it stays constant for
 --- num_stable_steps steps. Last, it falls back to the starting rate during num_decay_steps steps. Instead of
---- num_stable_steps, num_training_steps can be given, which is the sum of the three numbers.
+--- num_stable_steps, num_training_steps can be given. It is the sum of the numbers of steps in the three phases.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_decay_steps: integer,
 --- num_training_steps?: integer, num_stable_steps?: integer, warmup_type?: "linear"|"cosine"|"1-sqrt", decay_type?:
 --- "linear"|"cosine"|"1-sqrt", min_lr_ratio?: number, num_cycles?: number, last_epoch?: integer} warmup_type: default

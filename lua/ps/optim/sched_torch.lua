@@ -54,9 +54,9 @@ function torch.LambdaLR(options, ...)
   return per_group("LambdaLR", options, function(count, base, group) return base * factor(count, group) end)
 end
 
---- Returns PyTorch's MultiplicativeLR, which multiplies each group's rate at each step by a function of the step. The
---- first step that it does this for is step 1. In a SequentialLR, it continues from the rate of the previous schedule,
---- and also multiplies it by the function's value for step 0.
+--- Returns PyTorch's MultiplicativeLR, which multiplies each group's rate by a function of the step at each step, from
+--- step 1 on. If the schedule is not the first schedule of a SequentialLR, it continues from the rate of the previous
+--- schedule, and also multiplies this rate by the function's value for step 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} if
 ---  lr_lambda is a list, it has one function for each group
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
@@ -228,8 +228,8 @@ end
 
 local POLYNOMIAL = { optimizer = "table", total_iters = "whole", power = "number", last_epoch = "number" }
 
---- Returns PyTorch's PolynomialLR. The rate is each group's initial rate times (1 - step / total_iters) ^ power. It is
---- 0 starting at step total_iters.
+--- Returns PyTorch's PolynomialLR. The rate is each group's initial rate times (1 - step / total_iters) ^ power. From
+--- step total_iters on, the rate is 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_iters?: integer, power?: number, last_epoch?: integer}
 ---  total_iters: default 5. power: default 1
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
@@ -292,8 +292,9 @@ end
 
 local CHAINED = { schedulers = "table", optimizer = "table" }
 
---- Returns PyTorch's ChainedScheduler, which combines several schedules for the same optimizer. Each of its steps is a
---- step of every schedule. Each schedule continues from the rates that the previous schedule has set.
+--- Returns PyTorch's ChainedScheduler, which combines several schedules for the same optimizer. A call of its step()
+--- advances every schedule, in order. Each schedule continues from the rates that the previous schedule in the list has
+--- set.
 ---@param schedulers ps.Schedule[]|{schedulers: ps.Schedule[], optimizer?: ps.Optimizer}
 ---@param optimizer? ps.Optimizer default: the optimizer of the schedules
 ---@return ps.Schedule
@@ -343,11 +344,11 @@ local function cycle_phases(options, total)
     { last = total - 1, "first", "least", "max", "max" } }
 end
 
---- Returns PyTorch's OneCycleLR, except that the rate keeps its last value after total_steps. The rate completes one
---- cycle (Smith and Topin 2018). During the fraction pct_start of the steps, it rises from max_lr / div_factor to
---- max_lr. Then it falls to the first rate divided by final_div_factor. With three_phase, it first falls to the first
---- rate, in as many steps as it rose. With cycle_momentum, Adam's beta1 or SGD's momentum moves in the opposite
---- direction.
+--- Returns PyTorch's OneCycleLR (Smith and Topin 2018), except that the rate keeps its last value after total_steps.
+--- The first rate is max_lr / div_factor. During the fraction pct_start of the steps, the rate rises to max_lr. Then
+--- the rate falls to the first rate divided by final_div_factor. With three_phase, the rate falls in two phases. In the
+--- first of these phases, it falls to the first rate, in as many steps as it rose. With cycle_momentum, Adam's beta1 or
+--- SGD's momentum moves in the opposite direction.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number|number[], total_steps?: integer, epochs?:
 --- integer, steps_per_epoch?: integer, pct_start?: number, anneal_strategy?: "cos"|"linear", cycle_momentum?: boolean,
 --- base_momentum?: number, max_momentum?: number, div_factor?: number, final_div_factor?: number, three_phase?:
@@ -419,7 +420,8 @@ local function judge(self, value)
   self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 end
 
---- Returns a schedule with the rule of PyTorch's ReduceLROnPlateau. `name` is its name in PyTorch or Hugging Face.
+--- Returns a schedule with the rule of PyTorch's ReduceLROnPlateau. `name` is the schedule's name in PyTorch or Hugging
+--- Face.
 ---@param name string
 ---@param options any
 ---@param ... any

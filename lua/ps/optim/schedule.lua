@@ -33,8 +33,8 @@ end
 local ALIKE, SHARE, OWN, HELD = "alike", "share", "own", "held"
 schedule.ALIKE, schedule.SHARE, schedule.OWN, schedule.HELD = ALIKE, SHARE, OWN, HELD
 
--- Returns whether an optimizer's groups have initial rates. An optimizer whose groups do not have them needs only the
--- method set_lr.
+-- Returns whether an optimizer's groups have initial rates. An optimizer without initial rates needs only the method
+-- set_lr.
 local function has_rates(optimizer)
   local group = (optimizer.groups or {})[1]
   return group ~= nil and group.initial_lr ~= nil
@@ -121,7 +121,7 @@ local function tell_groups(name, optimizer, how)
   io.stderr:write("psluajit: sched.", name, " ", what:format(#optimizer.groups, text), "\n")
 end
 
--- Options that are not compared with those of a saved schedule. options_text converts the other options to text.
+-- Options that are not compared with the options of a saved schedule. options_text converts all other options to text.
 local FIRST = { optimizer = true, last_batch_iteration = true, last_epoch = true }
 
 local function text_of(value)
@@ -268,7 +268,7 @@ local function described(name, options)
   return name .. (parts[1] and " { " .. table.concat(parts, ", ") .. " }" or "")
 end
 
--- Prints a note if a run continues with a schedule that differs from the saved one.
+-- Prints a note if a run continues with a schedule that differs from the saved schedule.
 local function tell_change(self, state)
   local same = state.name == self.name
   for key, value in pairs(same and state.options or {}) do same = same and self.options[key] == value end
@@ -279,8 +279,8 @@ local function tell_change(self, state)
     self:lr()))
 end
 
---- Continues at the step of a saved schedule. Prints a note if the saved schedule is of another kind, or has other
---- options.
+--- Continues at the step of a saved schedule. Prints a note if the kind or the options of the saved schedule differ
+--- from the kind or the options of this schedule.
 ---@param state {name: string, count: integer, options?: table<string, string>, follows?: integer[], schedulers?:
 --- table[]}
 function Schedule:load_state_dict(state)
@@ -325,8 +325,8 @@ function schedule.mismatch(self, steps)
     self.name, total, last, self:lr(last - 1), self:lr(total))
 end
 
--- The parameters after the optimizer, in the order of PyTorch and DeepSpeed. Each file with schedules adds those of its
--- schedules. psluajit's own schedules have only named parameters.
+-- Maps a schedule to the names of its parameters after the optimizer, in the order of PyTorch and DeepSpeed. Each file
+-- with schedules adds the parameters of its schedules. psluajit's own schedules have only named parameters.
 local ORDER = {}
 schedule.order = ORDER
 

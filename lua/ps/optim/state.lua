@@ -4,13 +4,15 @@
 -- states are stored by parameter name. Either form may be in tables, or in an open file (ps.load with lazy = true). A
 -- file is never read as a whole. The whole state is checked before the first value is written.
 --
--- The optimizer `opt` has the fields kind, steps, groups and group_of. Each group has its optimizer's name, kind.
--- group_of has each parameter's group, counted from 0. The optimizer also has these fields and methods:
---   states      for each group, from 1: its parameters' states in addition to their fp32 values (ps.optimizers.State)
+-- The optimizer `opt` has the fields kind, steps, groups and group_of. The field `kind` of a group is the name of the
+-- group's optimizer. group_of maps a parameter to its group, counted from 0. The optimizer also has these fields and
+-- methods, where groups and parameters are counted from 1:
+--   states      for each group, the states that its parameters have in addition to their fp32 values
+--               (ps.optimizers.State)
 --   count()     the number of parameters, which are in the order of registration
---   slot(i)     {name, param, states, averages or nil, master or nil} of parameter i, from 1. averages has a tensor for
---               each state, and is nil if another rank has the tensors
---   order(i)    the parameter's index among the trained parameters of the whole model, group by group
+--   slot(i)     {name, param, states, averages or nil, master or nil} of parameter i. averages has a tensor for each
+--               state, and is nil if another rank has the tensors
+--   order(i)    the index of parameter i among the trained parameters of the whole model, group by group
 --   updates(i), set_updates(i, t)   get and set the number of updates of parameter i
 --   named       false if parameters have no names
 local scope = require "ps.core.scope"
@@ -33,7 +35,8 @@ local function has(source, key)
   return scope.is_tensor(source[key])
 end
 
--- Checks a tensor of a source. `state_of` describes the state. It is nil for a master, which has the parameter's shape.
+-- Checks a tensor of a source. `state_of` describes the state. If the tensor is a master, state_of is nil, and the
+-- tensor must have the parameter's shape.
 local function check_tensor(source, key, slot, state_of)
   if not has(source, key) then error("the saved optimizer has no " .. key .. " for parameter " .. slot.name, 0) end
   local shape = is_file(source) and source:shape(key) or source[key]:shape()
@@ -241,7 +244,7 @@ local function entry_of(saved, number)
 end
 
 -- Returns the number of updates of an entry. If PyTorch's optimizer does not count updates, returns 1 if the first
--- state exists, and 0 otherwise. The op needs no more than this.
+-- state exists, and 0 otherwise. The op only needs to know whether this number is 0.
 local function whole_step(made, source, step, name)
   if step == nil and made.torch.counts == false then return has(source, made.states[1].name) and 1 or 0 end
   if scope.is_tensor(step) then step = step:item() end
@@ -252,7 +255,7 @@ local function whole_step(made, source, step, name)
   return step
 end
 
--- Raises an error if a group's settings belong to another algorithm than that of this optimizer.
+-- Raises an error if the settings of a saved group do not belong to this optimizer's algorithm.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
     error(("param_groups[%d] of the saved optimizer " .. text):format(number, ...), 0)
@@ -333,7 +336,7 @@ local function load_torch(opt, saved)
   opt.engine:set_steps(most)
 end
 
---- Loads a result of state.named or state.torch, or a file that contains one. The values are copied.
+--- Loads a result of state.named or state.torch, or a file that contains such a result. The values are copied.
 ---@param opt ps.EngineOptimizer
 ---@param saved table|ps.TorchFile
 function state.load(opt, saved)

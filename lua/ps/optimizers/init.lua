@@ -23,7 +23,7 @@ local dtypes = require "ps.core.dtype"
 ---@field stepped? fun(group: table) with `counters`: is called after each step that was not skipped
 ---@field average? {state: string, to: fun(group: table): number, from: fun(group: table): number} is set if evaluation
 --- uses other values than training. The parameters move toward a state by the fraction to(group), and back by
---- from(group). The counter train_mode says which values they hold
+--- from(group). The counter train_mode says which values the parameters hold
 ---@field ranges? table<string, ps.config.Type> ranges of settings that types.OPTIMIZER does not contain
 ---@field states ps.optimizers.State[] the states, in the order of the op's inputs
 ---@field takes? integer number of state tensors that the op needs for each parameter (default: the number of states)
@@ -133,8 +133,8 @@ function optimizers.states_nbytes(states, shape)
   return sum
 end
 
---- Returns an estimate of the size of the states, in bytes per element of a parameter. The states of matrices with one
---- row or column, and of tensors with one element, can be larger. No other states can.
+--- Returns an estimate of the size of the states, in bytes per element of a parameter. Only the states of matrices with
+--- one row or column, and the states of tensors with one element, can be larger than the estimate.
 ---@param states ps.optimizers.State[]
 ---@return number
 function optimizers.states_most(states)
@@ -145,8 +145,8 @@ function optimizers.states_most(states)
   return sum + factored
 end
 
---- Returns the states that an optimizer's parameters have with the settings of these groups. They are the states of the
---- group that needs the most.
+--- Returns the states that an optimizer's parameters have with the settings of these groups. All parameters have the
+--- states of the group that needs the most states.
 ---@param made ps.optimizers.Description
 ---@param groups table[]
 ---@return ps.optimizers.State[]

@@ -1,7 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Schedule-free AdamW (Defazio et al. 2024), with the settings of the package schedulefree. It uses three values. z is
--- the result of plain updates. x is the average of z, at which the model is evaluated. y = (1 - beta1) z + beta1 x is
--- the value at which steps compute gradients. The parameters hold y, and eval() computes x from this equation.
+-- Schedule-free AdamW (Defazio et al. 2024), with the settings of the package schedulefree. A parameter has three
+-- values:
+--   z   the result of plain updates
+--   x   the average of z, at which the model is evaluated
+--   y   (1 - beta1) * z + beta1 * x, at which steps compute gradients
+-- The parameters hold y. eval() computes x from y and z.
 local types = require "ps.core.types"
 
 -- Returns values for the next update of a group: the rate, the weight of z in the new average, and the new counters.
