@@ -50,7 +50,7 @@ Table.__index = Table
 --- determine it
 
 ---@class ps.pipe.Link
----@field latency? number latency of a message, in the same unit of time as the costs
+---@field latency? number latency of a message, in the unit of time that the costs have
 ---@field rate? number number of bytes per unit of time; 0 if transfers take no time
 ---@field depth? integer number of messages that a link can queue; 0 if there is no limit
 
@@ -140,8 +140,9 @@ function Table:place(vstage)
   return int_out[0], int_out[1]
 end
 
---- Returns how many (virtual stage, micro-batch) pairs a rank holds at most at the same time. The first result counts
---- the pairs between forward and backward, and the second counts the pairs between I and W.
+--- Returns the largest number of (virtual stage, micro-batch) pairs that a rank holds at the same time. The first
+--- result counts the pairs between their forward and their backward. The second result counts the pairs between I and
+--- W.
 ---@param rank integer
 ---@return integer in_flight
 ---@return integer waiting
@@ -158,7 +159,7 @@ function Table:lower()
   return self
 end
 
--- Converts costs to C structs. `costs` is one cost for all n virtual stages or parts, or a list with a cost for each.
+-- Converts costs to C structs. `costs` is one cost for all n virtual stages or parts, or a list of n costs.
 local function costs_of(costs, n, call)
   if costs == nil then return nil end
   local out = cost_array(n)
@@ -177,8 +178,8 @@ local function link_of(link, call)
 end
 
 --- Simulates a step. The times of the actions are computed from costs.
----@param costs? ps.pipe.Cost|ps.pipe.Cost[] one cost for all virtual stages, or a list with a cost for each (default:
---- F, I and W each take 1)
+---@param costs? ps.pipe.Cost|ps.pipe.Cost[] one cost for all virtual stages, or a list with one cost for each virtual
+--- stage (default: F, I and W each take 1)
 ---@param link? ps.pipe.Link (default: transfers take no time)
 ---@return ps.pipe.Course
 function Table:simulate(costs, link)

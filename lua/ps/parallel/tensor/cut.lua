@@ -12,30 +12,33 @@
 --
 --   column      a linear layer or a convolution; its outputs are split. blocks: the outputs consist of this number of
 --               equal blocks, and each block is split
---   row         a linear layer or a convolution; its inputs are split, and the ranks' products are summed. blocks: as
---               for column, but with inputs
+--   row         a linear layer or a convolution; its inputs are split, and the ranks' products are summed. blocks: the
+--               inputs consist of this number of equal blocks, and each block is split
 --   attention   an nn.MultiheadAttention; its heads are split
 --   channels    an nn.GroupNorm after a column layer; its groups are split
---   columns     an nn.Dropout between a column layer and a row layer; its mask is the one that a single rank would use
+--   columns     an nn.Dropout between a column layer and a row layer; its mask is this rank's part of the mask that a
+--               single rank would use
 --   vocabulary  a matrix of token embeddings; its rows are split
---   head        an nn.LMHead, or an nn.Linear with one output per word; its rows are split like those of the embedding
+--   head        an nn.LMHead, or an nn.Linear with one output per word; its rows are split in the same way as the rows
+--               of the embedding
 --   words       a module with a bias over the vocabulary. Its weight is the embedding at the path `table` in the model.
 --               The module gets a field `vocabulary`, which is an nn.ParallelLMHead with this weight and this bias
---   divide      a module whose named fields count things that the ranks share. The first field is the number of heads.
---               keys: the names of these fields in a configuration. gather: the input is gathered once for several
---               columns. If gather is true, it is gathered for all columns, before forward. If gather is a list of up
---               to three names in the order of their calls, only these columns read the input. The ranks then exchange
---               the rows of the input while they compute the columns' products
+--   divide      a module; its named fields are divided by the number of ranks. The first field is the number of heads.
+--               keys: the names of these fields in a configuration.
+--               gather: the input is gathered once for several column layers of the module. If gather is true, the
+--               input is gathered for all column layers, before forward. If gather is a list of up to three names, in
+--               the order of their calls, only these column layers read the input. The ranks then exchange the rows of
+--               the input while they compute the products of these layers
 --   enter       with sequence parallelism, each rank has only its own rows, starting at this module's input. The rows
 --               have the number of dimensions of the input. With flat = true, they are [rows, C]
 --   inside      with sequence parallelism, each rank has only its own rows in this module
 --   leave       with sequence parallelism, each rank has only its own rows in this module, and all rows after it
 --   partial     parameters that each rank applies to different values; their gradients are summed over the ranks
---   whole       a module that is not split, even if the table of an inner module says that it is
+--   whole       a module that is not split, even if the table of an inner module lists it
 --
--- The rest of the model is the same on every rank. The tables of outer modules override those of inner modules. The
--- model is created without data (ps.deferred), then split, and then filled. The values on each rank are bit for bit the
--- rank's part of the values of the whole model.
+-- The rest of the model is the same on every rank. The tables of outer modules override the tables of inner modules.
+-- The model is created without data (ps.deferred), then split, and then filled. The values on each rank are bit for bit
+-- the rank's part of the values of the whole model.
 local native = require "ps.core.ffi"
 local packed = require "ps.nn.packed"
 local caller = require "ps.core.caller"
@@ -92,7 +95,8 @@ local KINDS = { column = true, row = true, vocabulary = true, head = true, divid
 local KIND_NAMES = "attention, channels, column, columns, divide, enter, head, inside, leave, partial, row, "
   .. "vocabulary, whole and words"
 
--- Layers inside a claimed module that are split together with it: { field, kind }.
+-- Maps the kind of a claim to a layer that is split together with the claimed module: { field of the module, the
+-- layer's kind }.
 local WITH = { attention = { "out_proj", "row" } }
 
 -- Returns the claims that the tables of a model and of its modules make, sorted by path.
@@ -182,7 +186,7 @@ function Cut:take(claim, to, key, given)
   end)
 end
 
--- Whether the weight of a class is [out, in]. For Linear it is, and for Conv1D it is [in, out].
+-- Maps a class to true if its weight is [out, in], and to false if its weight is [in, out].
 local OUT_IN = { Linear = true, Conv1D = false }
 local LINEARS = { Linear = true, Conv1D = false, Conv1d = true, Conv2d = true }
 
@@ -223,7 +227,7 @@ end
 
 local column, row = linear(layers.ColumnParallelLinear), linear(layers.RowParallelLinear)
 
--- Describes how the rows of a vocabulary are split. They are padded to a multiple of the number of ranks.
+-- Describes how the rows of a vocabulary are split. The number of rows is padded to a multiple of the number of ranks.
 local function rows_of(cut, whole) return { dim = 0, padded = -whole:size(0) % cut.region.size } end
 
 local REPLACE = {
@@ -257,8 +261,8 @@ local REPLACE = {
   end,
 }
 
--- Handles a module with a bias over the vocabulary. Creates an nn.ParallelLMHead for it, which has the embedding's
--- weight and the module's bias. A module with a weight of its own (decoder) does not change.
+-- Handles a module with a bias over the vocabulary. Creates an nn.ParallelLMHead for the module. This head has the
+-- embedding's weight and the module's bias. A module with a weight of its own (decoder) does not change.
 local function words(cut, claim)
   local module, found = claim.module, nil
   if module.decoder then return end
@@ -298,8 +302,8 @@ local function note_columns(cut, claim)
   for _, module in claim.owner:named_modules() do with_columns[module] = cut.region end
 end
 
--- Divides those fields of a module that count things which the ranks share. Also makes the module gather its input if
--- the entry says so.
+-- Divides the module's fields that the entry names by the number of ranks. If the entry has `gather`, also makes the
+-- module gather its input.
 local function divide(cut, claim)
   local module, size, region = claim.module, cut.region.size, cut.region
   local fields = { unpack(claim.entry, 2) }
@@ -445,8 +449,8 @@ local function begin_forwards(model, region)
 end
 
 -- -- tied tables ------------------------------------------------------------------------------------------------------
--- The heads of embeddings whose rows are split. F.linear and F.lm_loss use them if their weight is an embedding's
--- weight.
+-- The heads of embeddings whose rows are split. If the weight that F.linear or F.lm_loss gets is an embedding's weight,
+-- the function uses the embedding's head.
 local heads = setmetatable({}, { __mode = "k" })
 hooks.on("tied_head", function(weight)
   for head in pairs(heads) do if rawequal(rawget(head, "tied").weight, weight) then return head end end
@@ -463,8 +467,8 @@ local function make_heads(cut)
   end
 end
 
--- Some linear layers share the weight of an embedding that is split. Replaces them with the embedding's head. Raises an
--- error for any other module that shares a split weight, because it would keep a whole copy that is trained separately.
+-- Replaces each linear layer that shares the weight of a split embedding with the embedding's head. Raises an error for
+-- any other module that shares a split weight, because the module would keep a whole copy that is trained separately.
 local function find_tied(cut)
   local tables, found = {}, {}
   for old, new in pairs(cut.made) do
@@ -501,7 +505,7 @@ end
 ---@field sequence boolean whether to use sequence parallelism
 ---@field keep_gathered boolean whether gathered rows are kept for backward
 ---@field pieces? integer number of pieces in which rows are exchanged while products are computed; with 1 or nil, rows
---- rows before and after the products
+--- are exchanged before and after the products
 ---@field note fun(text: string)
 
 --- Splits a model that was created by ps.deferred and has no data yet.
@@ -568,7 +572,7 @@ function tensor_parallel.cut(model, how)
   return region
 end
 
---- Creates a model of which this process has only its own part of each layer.
+--- Creates a model and splits its layers. This process has only its own part of each split layer.
 ---@param model_func fun(): ps.nn.Module
 ---@param how ps.tensor_parallel.How
 ---@param where {device: string, stage?: fun(parameter: ps.Tensor)} stage: is called with each parameter after the

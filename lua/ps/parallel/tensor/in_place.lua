@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Splits modules among ranks without a change of their class: convolutions, nn.GroupNorm, nn.MultiheadAttention, and
--- nn.Dropout between a column layer and a row layer. Their parameters become this rank's shards. Their forward
--- exchanges values with other ranks where necessary. cut.lua calls the functions with the current cut
--- (ps.tensor_parallel.Cut) and a claim.
+-- Splits modules among ranks without changing the class of the modules. The modules are convolutions, nn.GroupNorm,
+-- nn.MultiheadAttention, and nn.Dropout between a column layer and a row layer. Their parameters become this rank's
+-- shards. Their forward exchanges values with other ranks if necessary. cut.lua calls the functions with the current
+-- cut (ps.tensor_parallel.Cut) and a claim.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"

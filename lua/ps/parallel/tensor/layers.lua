@@ -25,7 +25,7 @@ local Region, flat = region_file.Region, region_file.flat
 local all_dims, own_dims = region_file.all_dims, region_file.own_dims
 
 -- -- shared functions -----------------------------------------------------------------------------------------------
--- Returns the region in a layer's options. If they have only a group, returns a new region in which rows are not
+-- Returns the region in a layer's options. If the options have only a group, returns a new region in which rows are not
 -- shared.
 local function region_of(options, call)
   local region = options.region
@@ -35,7 +35,7 @@ local function region_of(options, call)
   return region or Region.new(options.group)
 end
 
--- Adds a parameter to `self`. It is this rank's shard of the parameter `key` of a whole layer.
+-- Adds a parameter `key` to `self`. The parameter is this rank's shard of the parameter `key` of the layer `whole`.
 local function take(self, whole, key, cut, call)
   local t = whole[key]
   if t == nil then return end
@@ -89,12 +89,12 @@ Column.unscoped = true
 --- Creates a layer that computes x weight^T + bias, whose outputs are split among the ranks. Weight and bias are this
 --- rank's shards of the parameters of nn.Linear, or of nn.Conv1D if out_in is false.
 ---@param inputs integer
----@param outputs integer must be divisible by t, and so must the size of each block
+---@param outputs integer must be divisible by t; the size of each block must also be divisible by t
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
 --- string, device?: string, blocks?: integer, gather_input?: boolean, gather_output?: boolean, parameters?: boolean}
---- region or group: the ranks. blocks: the number of equal blocks of which the outputs consist (default 1). A rank has
---- a part of each block. gather_input: if true, x has this rank's rows, which are gathered; if false, x is a result of
---- region:gather; if nil, the region decides. gather_output: whether all ranks get all outputs. parameters: if false,
+--- region or group: the ranks. blocks: the number of equal blocks in the outputs (default 1). A rank has a part of each
+--- block. gather_input: if true, x has this rank's rows, and the layer gathers the rows. If false, x is a result of
+--- region:gather. If nil, the region decides. gather_output: whether all ranks get all outputs. parameters: if false,
 --- the caller sets the layer's weight and bias
 function Column:init(inputs, outputs, options)
   local call = "nn.ColumnParallelLinear"
@@ -113,7 +113,7 @@ end
 
 --- Returns this rank's outputs for all rows.
 ---@param x ps.Tensor [B T / t, inputs] if the ranks share the region's rows, otherwise [..., inputs]
----@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output, it has all outputs
+---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output, the last dimension is `outputs`
 function Column:forward(x)
   local region, gather = self.region, self.gather_input
   local begun = region.begun[self]
@@ -137,7 +137,8 @@ function Column:forward(x)
 end
 
 --- Computes up to three column layers that have the same input. The ranks share the rows of the input. The rows are
---- exchanged once, while the products of all layers are computed. The next forward of each layer returns its outputs.
+--- exchanged once, while the products of all layers are computed. The next forward of a layer returns the outputs that
+--- were computed here.
 ---@param columns ps.nn.ColumnParallelLinear[] 1 to 3 layers of this region, in the order in which their forwards are
 --- called
 ---@param x ps.Tensor [B T / t, inputs]
@@ -214,7 +215,7 @@ end
 function Row:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
 
 -- -- the vocabulary -------------------------------------------------------------------------------------------------
--- Describes how the rows of a vocabulary of n words are split. They are padded to a multiple of t.
+-- Describes how the rows of a vocabulary of n words are split. The number of rows is padded to a multiple of t.
 local function rows_of(n, region) return { dim = 0, padded = -n % region.size } end
 
 ---@class ps.nn.VocabParallelEmbedding: ps.nn.Module
@@ -311,8 +312,8 @@ function Head:forward(x)
   return region.on and y:numel() == region.rows * y:size(-1) and all_dims(region, y) or y
 end
 
--- Returns a bias that is very low for those columns of this rank that are beyond `total` words. Returns nil if all
--- columns are words.
+-- Returns a bias [per] for this rank's columns of logits. The bias is -1e30 for columns after the last of `total`
+-- words, and 0 for all other columns. Returns nil if all columns are words.
 local function padding_of(total, first, per, where)
   local words = math.max(0, math.min(per, total - first))
   if words == per then return nil end
@@ -321,7 +322,7 @@ local function padding_of(total, first, per, where)
   return low
 end
 
--- Raises an error if a target is outside [0, total), like the op lm_loss.
+-- Raises an error if a target that `counts` marks is outside [0, total), like the op lm_loss.
 local function check_targets(targets, counts, total, call)
   -- The lookup raises an error for an index outside [0, total).
   local known = tensors.where(counts, targets, 0)
@@ -379,9 +380,13 @@ end
 local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
 local MEAN_OR_SUM = { mean = true, sum = true }
 
--- Returns the loss's factors [3, N]. They multiply each row's log-sum-exp, target logit and sum of logits. share: the
--- weights [N] of the targets' classes, 0 for ignored rows. smooth: the label smoothing. mass: the sum of all class
--- weights. words: the number of classes.
+-- Returns the loss's factors [3, N]. For each row, factor 0 multiplies the log-sum-exp, factor 1 multiplies the
+-- target's logit, and factor 2 multiplies the sum of logits. The parameters are:
+--   share    [N], the weights of the targets' classes, 0 for ignored rows
+--   counts   [N], whether the target is not ignored
+--   smooth   the label smoothing
+--   mass     the sum of all class weights, or nil without smoothing
+--   words    the number of classes
 local function coefficients(share, counts, smooth, mass, words, reduction)
   local one, some = share * (1 - smooth), counts * (smooth / words)
   local all = mass and one + some * mass or one
@@ -399,10 +404,10 @@ local function scale_of(dtype, reduction, N)
   return scale
 end
 
---- Returns the mean cross entropy of the logits. Logits and their gradients are computed in panels of rows. They are
---- never in memory as a whole, and no logits are kept for backward. For each row, the ranks exchange the largest logit,
---- the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3). With label smoothing, they also
---- exchange the sum of all logits. Rows that the ranks share are gathered once.
+--- Returns the mean cross entropy of the logits. Logits and their gradients are computed for one panel of rows at a
+--- time, so they are never all in memory. No logits are kept for backward. For each row, the ranks exchange the largest
+--- logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3). With label smoothing, the
+--- ranks also exchange the sum of all logits. Rows that the ranks share are gathered once.
 ---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, otherwise [..., C]
 ---@param targets ps.Tensor integers [B, T], or [...]; targets of -100 are ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number} the
@@ -476,9 +481,9 @@ local function losses_of(group, mine, counts)
   return (sum:log() + most:reshape(-1) - all:select(1, 2):sum(0)) * counts
 end
 
--- Returns two counts as int64 [2], or nil if they were not requested. The first counts the targets that are not ignored
--- and are the first word with the largest logit. The second counts the targets that are not ignored. The ranks exchange
--- two more numbers per row for this.
+-- Returns two counts as int64 [2], or nil if they were not requested. The first is the number of targets that are not
+-- ignored and are the first word with the largest logit. The second is the number of targets that are not ignored. For
+-- these counts, the ranks exchange two numbers per row, in addition to the numbers for the loss.
 local function hits_of(group, logits, low, own, here, counts, dtype)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()

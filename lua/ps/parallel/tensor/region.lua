@@ -19,8 +19,8 @@ local region = {}
 --- exchanged before and after the products
 ---@field on boolean true if each rank has its own B T / t rows between layers, false if each rank has all rows [B, T,
 --- C]
----@field keeps_dims boolean true if a rank's rows have the same number of dimensions as all rows, false if they are
---- [B T / t, C]
+---@field keeps_dims boolean true if the tensor of a rank's rows has as many dimensions as the tensor of all rows; false
+--- if it is [B T / t, C]
 ---@field cached boolean whether the current forward uses cached keys; all ranks then have all rows
 ---@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> outputs that begin_columns has computed
 --- and that the columns' forwards have not returned yet
@@ -34,8 +34,8 @@ region.Region = Region
 ---@param group ps.Group the ranks that share the layers
 ---@param sequence? boolean whether the ranks share the rows between layers, if t divides the number of rows
 ---@param keep? boolean whether gathered rows are kept for backward; otherwise backward gathers them again
----@param pieces? integer number of pieces in which rows are exchanged (default 1); with 2 to 8, they are exchanged
---- while column and row layers compute
+---@param pieces? integer number of pieces in which rows are exchanged (default 1); with 2 to 8 pieces, rows are
+--- exchanged while column and row layers compute
 ---@return ps.nn.Region
 function Region.new(group, sequence, keep, pieces)
   if type(group) ~= "table" or not group.copy_to then
@@ -74,7 +74,7 @@ function Region:begin(cached)
 end
 
 --- Returns the state for `restore`. `restore` is called before backward runs a function again (ps.recompute). A
---- pipeline also calls it before it runs a part for another micro-batch.
+--- pipeline also calls `restore` before it runs a part for another micro-batch.
 ---@return {on: boolean, cached: boolean, dims: integer[], rows: integer}
 function Region:state() return { on = self.on, cached = self.cached, dims = self.dims, rows = self.rows } end
 
@@ -93,8 +93,8 @@ end
 -- Returns x [..., C] as [rows, C].
 function region.flat(x) return x:dim() == 2 and x or x:reshape(-1, x:size(-1)) end
 
--- Returns a rank's rows [B T / t, C]. With keeps_dims, they get the number of dimensions that all rows have:
--- [B / t, T, C] if t divides B, otherwise [1, B T / t, C].
+-- Returns a rank's rows x [B T / t, C]. With keeps_dims, the result has as many dimensions as the tensor of all rows:
+-- it is [B / t, T, C] if t divides B, and [1, B T / t, C] otherwise.
 function region.own_dims(self, x)
   if not self.keeps_dims then return x end
   local dims, n, C = { unpack(self.dims) }, self.rows / self.size, x:size(-1)
@@ -133,8 +133,8 @@ function Region:leave(x)
   return region.all_dims(self, self:has_part(x) and self.group:gather_from(x, 0) or x)
 end
 
---- Returns all rows. This is for products whose outputs are split among the ranks. The gradient is the sum over the
---- ranks, of which each rank gets its own rows, or all rows. After `leave`, all ranks have all rows already.
+--- Returns all rows. This is for products whose outputs are split among the ranks. Backward sums the gradient over the
+--- ranks. Each rank gets its own rows of the sum, or all rows if x has all rows. After `leave`, x has all rows.
 ---@param x ps.Tensor has this rank's rows, or all rows
 ---@return ps.Tensor [B, T, C], or all rows in x's shape
 function Region:gather(x)
@@ -147,7 +147,7 @@ end
 ---@return boolean
 function Region:has_part(x) return self.on and x:numel() * self.size == self.rows * x:size(-1) end
 
---- Sums y over the ranks. Returns this rank's rows of the sum, or all rows.
+--- Sums y over the ranks. Returns this rank's rows of the sum if the ranks share the rows, otherwise all rows.
 ---@param y ps.Tensor [B, T, C], or [B T, C]
 ---@return ps.Tensor this rank's rows, or y's shape
 function Region:reduce(y)
@@ -164,9 +164,9 @@ function Region:part(x)
   return { first = self.rank * x:numel(), per_sample = self.rows / self.dims[1] * x:size(-1) }
 end
 
---- Returns a parameter that all ranks have, for use with rows that all ranks have. If the ranks share rows elsewhere,
---- the gradients of such a parameter are summed over the ranks. This function makes the gradient of this use count only
---- once.
+--- Prepares a parameter that all ranks have, for use with rows that all ranks have. If the ranks share rows in other
+--- forwards, the ranks' gradients of this parameter are summed. Each rank would then add the same gradient of this use.
+--- The returned tensor makes the sum contain this gradient only once.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
