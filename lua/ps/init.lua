@@ -106,8 +106,8 @@ function ps.engine()
   return engine and require("ps.engine.state.values").state(engine) or nil
 end
 
---- Returns the speed of Adam and of copies on a device. The first call in a process measures it, unless an engine has
---- already measured it.
+--- Returns the speed of Adam and of copies on a device. The first call in a process measures the speed, unless an
+--- engine has already measured it.
 ---@param device string
 ---@return ps.Rates
 function ps.device_rates(device) return require("ps.engine.plan.rates").measured(device) end
@@ -143,14 +143,16 @@ function ps.load(path, options) return require("ps.io.serialize").load(path, opt
 --- the files lack get random values from the seed. A line on standard error names these parameters, and the tensors of
 --- the files that the model does not use.
 ---@param name string a folder, or a name such as "gpt2" or "google-bert/bert-base-uncased"
----@param options? table task ("causal_lm", "masked_lm", "sequence_classification", "token_classification",
---- "question_answering" or "base"; default: config.json's architectures), dtype (default: the dtype of new tensors;
---- "auto" is the file's dtype), device, recompute, revision, quiet, ignore_mismatched_sizes (a head whose sizes differ
---- starts with random values), mmap (true keeps weights in their safetensors files, see docs/pretrained.md; "auto" does
---- this if possible), keep_quantized (true keeps weights of a GGUF file, or of a folder in NF4, packed and frozen, see
---- docs/gguf.md), int8_activations (with keep_quantized: true rounds activations to 8 bits in generation, which is
---- faster), dropout, and settings that replace those in config.json: num_labels, hidden_dropout_prob, ... If the folder
---- contains an adapter (docs/adapters.md), the base model that the adapter names is also loaded.
+---@param options? table The options are device, recompute, revision, quiet, dropout, and the options below. Settings
+--- such as num_labels or hidden_dropout_prob replace the settings in config.json.
+--- task: "causal_lm", "masked_lm", "sequence_classification", "token_classification", "question_answering" or "base"
+--- (default: the class that config.json's architectures name).
+--- dtype: default is the dtype of new tensors; "auto" is the file's dtype.
+--- ignore_mismatched_sizes: if true, a head whose sizes in the files differ starts with random values.
+--- mmap: true keeps weights in their safetensors files (docs/pretrained.md); "auto" does this if possible.
+--- keep_quantized: true keeps weights of a GGUF file, or of a folder in NF4, packed and frozen (docs/gguf.md).
+--- int8_activations: with keep_quantized, true rounds activations to 8 bits in generation, which is faster.
+--- If the folder contains an adapter (docs/adapters.md), the base model that the adapter names is also loaded.
 ---@return ps.pretrained.Model model
 function ps.from_pretrained(name, options)
   local load = require("ps.pretrained").load

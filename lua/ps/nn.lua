@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.nn: modules and initializations. Each family of modules has a file. This file only collects them.
+-- ps.nn: modules and initializations. Each family of modules has a file. This file only collects the families.
 local nn_module = require "ps.nn.module"
 local norms = require "ps.nn.norms"
 local foreign = require "ps.core.foreign"

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Resolves the batch sizes. train_batch_size is the product of train_micro_batch_size_per_gpu,
--- gradient_accumulation_steps and the number of data-parallel processes. A missing value is computed from the others.
+-- gradient_accumulation_steps and the number of data-parallel processes. If a size is missing, it is computed from the
+-- sizes that are given.
 -- Processes that share a model's stages or layers get the same rows.
 local hooks = require "ps.core.hooks"
 local types = require "ps.core.types"

@@ -106,8 +106,8 @@ local function names_in(node)
   return names
 end
 
--- Returns the root of the schema. The schema is large and only needed while a configuration is read. Lua's collector
--- may therefore free it afterwards.
+-- Returns the root of the schema. The schema is large and is needed only while a configuration is read. Lua's collector
+-- may therefore free the schema after that.
 local SCHEMA = { "ps.config.schema", "ps.config.schema_deepspeed", "ps.config.schema_mesh" }
 local kept = setmetatable({}, { __mode = "v" })
 local function schema_root()
@@ -325,8 +325,8 @@ local function same(a, b)
   return #a == #b
 end
 
--- Adds values that a script has set in other places. `asked` maps a path to { value, where }. Raises an error if the
--- configuration has another value.
+-- Adds values that a script has set outside the configuration. `asked` maps a path to { value, place }. Raises an error
+-- if the configuration has a different value at this path.
 local function add_asked(state, raw, asked)
   for path, given in pairs(asked) do
     local target, name = holder(raw, path, true)
@@ -346,8 +346,8 @@ local DERIVED = { precision = true, counts_micro_batches = true, rate_given = tr
   grad_accum_dtype = true, ["fp16.dynamic"] = true,
   ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
 
---- Returns a checked table in the form of a source. It has the given keys, and the keys whose values are not their
---- defaults.
+--- Converts a checked table back to a raw configuration. The result has the keys whose paths are in `given`, and the
+--- keys whose values differ from their defaults.
 ---@param cfg table
 ---@param given table<string, boolean> paths
 ---@return table raw
@@ -375,7 +375,7 @@ end
 ---@param raw table
 ---@param name string
 ---@param auto? table<string, any>
----@param asked? table<string, any[]> values that were set in other places, by path: { value, place }
+---@param asked? table<string, any[]> path -> { value, place } for values that were set outside the configuration
 ---@param later? boolean
 ---@return table cfg
 ---@return ps.config.State state

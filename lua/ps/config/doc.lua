@@ -18,7 +18,7 @@ local function default_of(row)
   return "`" .. check.show(row.default) .. "`"
 end
 
--- Returns the status of a key. Also returns the effect of the key, or the reason why it has none.
+-- Returns the status of a key. Also returns the effect of the key, or the reason why the key has no effect.
 local function meaning(row)
   if row.status == "alias" then return "honoured", "another spelling of `" .. row.words .. "`" end
   if row.status == "later" then return "refused", "not in this version: " .. row.words end
@@ -53,7 +53,7 @@ function doc.tables()
   return table.concat(lines, "\n") .. "\n"
 end
 
---- Returns the text of docs/config.md with its tables replaced by new ones.
+--- Returns the text of docs/config.md with its tables replaced by the tables that doc.tables() returns.
 ---@param text string
 ---@return string
 function doc.renew(text)

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads configurations. A configuration is a Lua table, a .lua file, or an unchanged DeepSpeed .json file. It is
--- checked and completed for the engine.
+-- Reads configurations. A configuration is a Lua table, a .lua file, or an unchanged DeepSpeed .json file. config.read
+-- checks the configuration and adds missing values for the engine.
 --
 --   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
 --
 -- Names and nesting are those of DeepSpeed. docs/config.md lists the keys, which are the rows of config/schema.lua.
--- `notes` is a list of texts. They describe accepted keys that have no effect, and decisions made for the user. Callers
+-- `notes` is a list of texts that describe accepted keys without an effect, and decisions made for the user. Callers
 -- print each text once.
 local caller = require "ps.core.caller"
 local source = require "ps.config.source"
@@ -38,7 +38,7 @@ local config = {}
 ---@field chunk_size? integer number of elements of a chunk; nil to search for the best size
 ---@field device "auto"|"cpu"|"sim"|"cuda"
 ---@field eviction string one of ps.config.policies
----@field prefetch boolean|integer an integer limits the prefetched bytes
+---@field prefetch boolean|integer an integer is the largest number of bytes that are prefetched
 ---@field rate_given boolean whether optimizer.params.lr was given
 ---@field optimizer_given boolean whether optimizer.type or optimizer.params.lr was given
 ---@field overlap_optimizer boolean|"auto"
@@ -74,7 +74,7 @@ local config = {}
 ---@class ps.config.Optimizer
 ---@field type "Adam"|"AdamW"|"SGD"
 ---@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean, momentum?:
----  number, dampening?: number, nesterov?: boolean} the last three fields are SGD's
+---  number, dampening?: number, nesterov?: boolean} momentum, dampening and nesterov are settings of SGD
 
 ---@class ps.config.Fp16
 ---@field enabled boolean
@@ -118,15 +118,16 @@ local config = {}
 ---@field disk? number
 
 ---@class ps.config.Options
----@field asked? table<string, any[]> values that were set in other places, by path; each has its place, for errors
----@field later? boolean whether to accept keys that only a later version honours. They are otherwise an error. Tools
---- that plan set this option
+---@field asked? table<string, any[]> path -> { value, place } for values that were set outside the configuration;
+--- errors name the place
+---@field later? boolean whether to accept keys that only a later version honours. If false, such keys are errors.
+--- Planning tools set this option
 ---@field world_size? integer number of processes (default: the processes of one model replica)
 ---@field device? string|fun(): string the device that replaces "auto"; a function is called only if it is needed
 ---@field available? ps.config.Available|fun(device: string): ps.config.Available numbers of available bytes. Ratios,
 --- and shares such as "80%", are fractions of these numbers. A function is called with the configuration's device
 ---@field auto? table<string, any> values that replace "auto", by full path ("optimizer.params.lr") or last name ("lr")
----@field client? table settings for the section client, which override those of the configuration
+---@field client? table settings for the section client, which override the settings in the configuration
 
 local OF_ADAM = { adam_w_mode = true, torch_adam = true }          -- keys that are not settings of Adam
 
@@ -280,7 +281,7 @@ local function resolve_prefetch(state, cfg)
   if not state.given.prefetch then cfg.prefetch = moves end
 end
 
--- Adds the same note as a warning of DeepSpeed.
+-- Adds a note if the vocabulary size is not a multiple of 8. DeepSpeed prints a warning in this case.
 local function look_at_vocabulary(state, size)
   if size and size % 8 ~= 0 then
     state:note("vocabulary_size is %d, not a multiple of 8: products with it are slow on GPUs; %d rows would be "
@@ -289,7 +290,7 @@ local function look_at_vocabulary(state, size)
   end
 end
 
--- Adds the notes about ignored keys and defaults, one for each reason. They follow all other notes.
+-- Adds the notes about ignored keys and defaults, one note for each reason. These notes follow all other notes.
 local function finish_notes(state, cfg)
   if #state.defaulted > 0 then
     local list = {}
@@ -306,8 +307,8 @@ local function finish_notes(state, cfg)
   return state.notes
 end
 
--- Resolves those keys of OSLO's section that remain. The sizes in OSLO's section have already been moved to their own
--- sections.
+-- Resolves the remaining keys of OSLO's section (model_parallelism). The sizes in this section have already been moved
+-- to the sections `pipeline` and `tensor_parallel`.
 local function resolve_parallelism(state, cfg)
   local off = cfg.model_parallelism.enable == false
   for _, path in ipairs { "pipeline.stages", "tensor_parallel.size" } do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Resolves the tiers and their budgets to { kind, device, host, disk }. They are determined by the section memory,
--- DeepSpeed's sections for offloading, and PatrickStar's ratios.
+-- Resolves the tiers and their budgets to { kind, device, host, disk }. The section memory, DeepSpeed's sections for
+-- offloading, and PatrickStar's ratios determine the tiers and the budgets.
 local check = require "ps.config.check"
 
 local memory = {}
@@ -8,7 +8,7 @@ local memory = {}
 local OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 local TRACER = "client.mem_tracer."
 
--- Replaces DeepSpeed's old boolean keys with the sections that have replaced them.
+-- Replaces DeepSpeed's old boolean keys with the newer sections.
 local function old_spellings(state, zero)
   for old, new in pairs { cpu_offload = "offload_optimizer", cpu_offload_params = "offload_param" } do
     local path = "zero_optimization." .. new .. ".device"
@@ -114,8 +114,8 @@ local function resolve(state, path, budget, there)
   return bytes
 end
 
--- Returns the budget of a tier in bytes. It is the given value, or it is computed with PatrickStar's ratio. Returns nil
--- if the available memory is unknown.
+-- Returns the budget of a tier in bytes. This is the given budget. If no budget is given, it is PatrickStar's ratio
+-- (`share`) of the available memory (`there`). Returns nil if the available memory is then unknown.
 local function budget(state, tier, given, ratio_key, share, there)
   local path = "memory." .. tier
   if given then

@@ -1,19 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Every key of a configuration. Reading, errors and docs/config.md all use this table. The sections below have the keys
 -- that have an effect here. schema_mesh.lua has the keys that split a model among processes, and schema_deepspeed.lua
--- has DeepSpeed's other keys. All are joined into one list.
+-- has DeepSpeed's other keys. The sections of all files are joined into one list.
 --
--- A section is { path, its description, rows }. `of`: the rows only apply if the parent's `type` has this value.
--- `acts`: the default of `acts` for honoured rows. A row is { key, type, default, status, words, check =, required =,
--- acts = }:
+-- A section is { path, its description, rows }, with these optional fields:
+--   of         the rows apply only if the parent's `type` has this value
+--   acts       the default of `acts` for honoured rows
+-- A row is { key, type, default, status, words, check =, required =, acts = }. The status is one of these:
 --   honoured   does what DeepSpeed or PatrickStar document. If they do not document it, `words` describes the effect
 --   ignored    is accepted, and a note is printed once; `words` says why it has no effect here
 --   refused    is an error unless it has its default, because the result would differ; `words` says why
 --   later      is refused, but planned for a later version
 --   alias      is another name of the key in `words`; `as` converts its value
--- check(value) returns a reason to refuse a value of the right type, or nil. acts: the file that acts on an honoured
--- key. If only C acts on the key, it is the file that sets the value in C. spec/config/acts_spec.lua checks that this
--- file reads the key.
+-- check(value) returns a reason to refuse a value of the right type, or nil. `acts` is the file that acts on an
+-- honoured key. If only C acts on the key, `acts` is the Lua file that passes the value to C. spec/config/acts_spec.lua
+-- checks that this file reads the key.
 jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local types = require "ps.core.types"
 local nearest = require "ps.core.nearest"
@@ -50,7 +51,8 @@ local STATIC = "chunks use the memory that other tensors leave at each trace ind
 local PINNED = "host memory is pinned if there is a GPU"
 local OTHER = "belongs to an optimizer that does not exist here"
 
--- Returns a check that a name is one of `names`. `why` is the text before the list of names in errors.
+-- Returns a function for the field `check` of a row. The function accepts only the names in `names`. `why` is the text
+-- before the list of names in errors.
 local function one_of(names, why)
   return function(value)
     for _, name in ipairs(names) do
@@ -355,8 +357,8 @@ end
 ---@field status "honoured"|"ignored"|"refused"|"later"|"alias"
 ---@field words string
 ---@field check? fun(value: any): string?
----@field as? fun(value: any): any for an alias: converts the value for the other key, or returns false if the alias
---- then has no value
+---@field as? fun(value: any): any for an alias: converts the value for the other key, or returns false if the other key
+--- gets no value
 ---@field required? boolean
 ---@field acts? string for an honoured key: the file that acts on it
 

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- DeepSpeed's remaining keys. They either have no effect here, or are refused because they would change the result.
+-- DeepSpeed's remaining keys. Each key either has no effect here, or is refused because it would change the result.
 -- This file is a part of schema.lua and has the same form.
 jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local call_names = require "ps.core.call_names"
@@ -40,8 +40,8 @@ local function not_empty(value)
   if next(value) ~= nil then return "it is not empty" end
 end
 
--- Returns nil if each item of a list names a call between processes. Otherwise returns an error about the first item
--- that does not.
+-- Returns nil if each item of a list is the name of a call between processes. Otherwise returns an error about the
+-- first item that is not such a name.
 local function known_calls(list)
   for _, name in ipairs(list) do
     if type(name) ~= "string" or not call_names[name] then

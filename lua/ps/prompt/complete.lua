@@ -35,8 +35,8 @@ local function callable(v)
 end
 
 --- Returns every name that can follow `value` and a dot, with its value. After a colon, returns only methods. If the
---- value's __index is a function, its metatable may have a function __names(value). This function returns a table of
---- fields, and a second value whose names also belong to the result. Such a value has no methods of its own.
+--- value's __index is a function, its metatable may have a function __names(value). __names returns a table of fields,
+--- and a second value whose names also belong to the result. A value with __names has no methods of its own.
 ---@param value any
 ---@param methods_only boolean
 ---@return table<string, any>

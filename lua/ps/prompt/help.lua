@@ -212,7 +212,8 @@ local function class_text(class)
   return about_of(class.init).text
 end
 
--- Appends the functions, classes and tables that a table contains. Each has the first sentence of its description.
+-- Appends a line for each function, class and table that a table contains. The line has the name and the first sentence
+-- of the description.
 local function put_table(lines, t)
   local first = #lines
   local entries = {}                                  -- a function of ps can be one of another table
@@ -248,7 +249,8 @@ local function value_of(text)
   return value, path
 end
 
--- Returns a text about a name of another library that psluajit does not have. Returns nil if there is no such text.
+-- If a name belongs to another library and psluajit does not have it, returns a text about the name. Otherwise returns
+-- nil.
 local function foreign_text(text)
   local prefix, name = text:match "^(.-)[.:]?([^.:]+)$"
   prefix = prefix and ALIAS[prefix] == "functional" and "F" or prefix
@@ -280,8 +282,8 @@ local function put_value(lines, text)
   end
 end
 
--- Returns the known names that are most similar to a name. If the name has a dot, they are whole paths. Otherwise they
--- are names without a path.
+-- Returns the known name that is most similar to a name, or nil. If the name has a dot or a colon, it is compared with
+-- whole paths first. Otherwise it is compared with names without a path.
 local function nearest_name(text, all)
   local names, known = {}, {}
   local bare = text:gsub("^ps%.", "")

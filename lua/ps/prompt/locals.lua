@@ -37,7 +37,7 @@ local function variables(level, info)
 end
 
 -- Returns the variables of all functions of the script that are on the stack. If several variables have the same name,
--- returns the one of the innermost function. Levels are relative to the caller.
+-- returns the variable of the innermost function. Levels are relative to the caller.
 local function all_variables(each)
   local found, level = {}, 3
   while true do
@@ -66,8 +66,8 @@ function locals.note() noted = all_variables() end
 ---@param e any the error
 function locals.keep_at_error(e) kept = caller.was_noted(e) and noted or all_variables() end
 
---- Assigns values to the script's variables. These are the values that statements at the prompt have assigned since
---- keep(). The stack must have the same depth as at the call of keep().
+--- Writes the values that statements at the prompt have assigned since keep() to the script's variables. The stack must
+--- have the same depth as at the call of keep().
 function locals.write()
   for _, variable in pairs(kept) do
     if variable.changed and variable.func then
@@ -95,9 +95,9 @@ function locals.names()
   return names
 end
 
---- Returns a table that looks up a name first in the variables and then in another table. New names are stored in the
---- other table. TAB completes the names of both.
----@param beneath table the other table
+--- Returns a table that looks up a name first in the recorded variables, and then in `beneath`. New names are stored in
+--- `beneath`. TAB completes the names of the variables and of `beneath`.
+---@param beneath table
 ---@return table
 function locals.over(beneath)
   return setmetatable({}, {

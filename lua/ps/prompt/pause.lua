@@ -24,7 +24,8 @@ local facade, native
 ---@param ps table
 function pause.attach(ps) facade, native = ps, require "ps.core.ffi" end
 
---- Makes LuaJIT interpret the script's functions that are on the stack. They are not compiled any more.
+--- Makes LuaJIT interpret the script's functions that are on the stack. LuaJIT does not compile these functions any
+--- more.
 function pause.keep_exact()
   local level = 2
   while true do
@@ -45,7 +46,7 @@ if paths.pauses and not paths.interprets then
   hooks.on("backward", function() pause.keep_exact() end)
 end
 
--- Returns the reason why this process cannot be paused, or nil if it can.
+-- Returns the reason why this process cannot be paused, or nil if it can be paused.
 local function refusal()
   local ok, size = pcall(function()                        -- launchers never set a malformed variable
     return math.max(facade and facade.world_size() or 1, require("ps.dist.env").read(os.getenv, {}).world_size)

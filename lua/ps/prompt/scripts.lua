@@ -22,8 +22,8 @@ local function read(path)
   return text
 end
 
--- Returns the first sentence of a text. It ends with a full stop or a colon before a capital letter. "et al." does not
--- end a sentence.
+-- Returns the first sentence of a text. The sentence ends with a full stop or a colon before a capital letter. "et al."
+-- does not end a sentence.
 local function sentence(text)
   local from = 1
   while true do
@@ -33,8 +33,8 @@ local function sentence(text)
   end
 end
 
--- Returns one line that describes a script. It is the script's argparse description, or else the first sentence of its
--- first comment.
+-- Returns one line that describes a script. This is the script's argparse description. If there is none, it is the
+-- first sentence of the script's first comment.
 local function about(text)
   local described, at = text:match 'argparse"?%s*%(%s*"[^"]*",%s*"([^"]*)"()'
   if described then
@@ -89,7 +89,7 @@ function scripts.print(folder)
 end
 
 local MOST = 4                                             -- largest number of names that are suggested
-local LEAST = 3                                            -- fewest letters of a name for which a word search is done
+local LEAST = 3                                            -- names with fewer letters are not searched as a word
 
 -- Returns the names that have `word` at the beginning or after an underscore. For example, train_gpt2 matches "train"
 -- and "gpt2".
@@ -104,9 +104,9 @@ end
 -- Options of the program that users often mistake for scripts.
 local OPTIONS = { help = "--help", version = "--version" }
 
---- Returns the end of the error message for a script that does not exist. It suggests names of psluajit's scripts and
---- of Lua files in the current folder. They contain the given word, or else one of them is the most similar name. The
---- message also says how to list the scripts.
+--- Returns the end of the error message for a script that does not exist. The message suggests psluajit's scripts and
+--- Lua files in the same folder whose names contain the given name. If there are none, it suggests the most similar
+--- name. The message also says how to list the scripts.
 ---@param name string
 ---@return string
 function scripts.instead(name)
@@ -167,8 +167,8 @@ local function is_file(path)
   return mode ~= nil and mode ~= "directory"
 end
 
---- Finds a script as `psluajit NAME` does (src/main.c). Tries the name itself, and then psluajit's folders examples and
---- tools and its root. In these folders, a name without a folder or an extension means NAME.lua.
+--- Finds a script as `psluajit NAME` does (src/main.c). Tries the name itself, then psluajit's folders examples and
+--- tools, and then psluajit's root folder. In these folders, a name without a folder or an extension means NAME.lua.
 ---@param name string
 ---@return string? path
 ---@return string? why the error message, if there is no such file
