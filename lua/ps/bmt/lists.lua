@@ -2,10 +2,10 @@
 -- BMTrain's lists of blocks: TransformerBlockList and PipelineTransformerBlockList. The blocks of the second list are
 -- assigned to pipeline stages.
 --
--- In a model with stages, each rank has its own rows of the batch. A rank has only those blocks of a pipeline list that
--- belong to its stage. A call of the list gathers the rows of all stages and splits them into micro-batches. Each stage
--- runs its blocks on each micro-batch and sends the result to the next stage. At the end, each rank gets the results
--- for its own rows from the last stage.
+-- In a model with stages, each rank has its own rows of the batch, and only the blocks of its own stage. A call of a
+-- pipeline list gathers the rows of all stages and splits these rows into micro-batches. Each stage runs its blocks on
+-- each micro-batch and sends the result to the next stage. At the end, each rank gets the results for its own rows from
+-- the last stage.
 --
 -- All these exchanges are ops, so backward sends gradients in the opposite direction (GPipe, Huang et al. 2019).
 -- Backward begins with the last micro-batch and ends with the first micro-batch. Each micro-batch passes from the last

@@ -7,7 +7,7 @@
 --   Linear       L * n / w          L * (e - n) / (e - w), at least 0
 --   Cosine       L * n / w          L * (1 + cos(pi * (n - w) / max(1, e - w))) / 2
 --   Exponential  L * n / w          L * gamma^(n - w)
--- The formulas are those of BMTrain 1.0.1 (bmtrain/lr_scheduler). A schedule sets the rate of every group when it is
+-- The formulas are from BMTrain 1.0.1 (bmtrain/lr_scheduler). A schedule sets the rate of every group when it is
 -- created and at each step.
 local caller = require "ps.core.caller"
 local types = require "ps.core.types"
@@ -73,7 +73,7 @@ local function schedule(name, decay, rise, more, advice)
     { __index = Scheduler })
   local keys = {}
   for _, from in ipairs { OPTIONS, more or {} } do for key, kind in pairs(from) do keys[key] = kind end end
-  --- Creates BMTrain's schedule with this name. The formulas are at the top of lua/ps/bmt/lr_scheduler.lua.
+  --- Creates BMTrain's schedule with this name. A table at the top of lua/ps/bmt/lr_scheduler.lua has the formulas.
   ---@param optimizer ps.bmt.Optimizer
   ---@param options {start_lr: number, warmup_iter: integer, end_iter: integer, num_iter?: integer, gamma?: number}
   --- num_iter: the first iteration (default 0). gamma: only for Exponential (default 0.95).

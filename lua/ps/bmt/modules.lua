@@ -107,8 +107,9 @@ function modules.init_parameters(model)
   end
 end
 
---- `for group, parameters in bmt.grouped_parameters(model) do` iterates over the parameters. They are grouped by the
---- option `group` of DistributedParameter. The first group has the parameters without a group, and its name is false.
+--- `for group, parameters in bmt.grouped_parameters(model) do` iterates over groups of parameters. `group` is the
+--- option `group` of DistributedParameter. Parameters without this option are in the first group, for which `group` is
+--- false.
 ---@param model ps.nn.Module
 ---@return fun(): (string|false)?, ps.Tensor[]?
 function modules.grouped_parameters(model)

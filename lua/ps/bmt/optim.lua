@@ -150,9 +150,9 @@ end, __tostring = function(self)
   return ("OptimManager of %d optimizers, loss scale %g"):format(#self.optimizers, self.loss_scale)
 end }
 
---- Creates a manager that trains a model. It has the optimizers and their schedules, scales losses, and performs the
---- steps. An overflow divides the loss scale by loss_scale_factor, and the step is skipped. After loss_scale_steps good
---- steps, the scale is multiplied by loss_scale_factor.
+--- Creates a manager that trains a model. The manager has the optimizers and their schedules, scales losses, and
+--- performs the steps. After an overflow, the loss scale is divided by loss_scale_factor, and the step is skipped.
+--- After loss_scale_steps good steps, the loss scale is multiplied by loss_scale_factor.
 ---@param options? {loss_scale?: number, loss_scale_factor?: number, loss_scale_steps?: integer, min_loss_scale?:
 --- number, max_loss_scale?: number, grad_scale?: number} loss_scale: the initial scale. Without it, losses are not
 --- scaled, and gradients that are not finite are an error. loss_scale_factor: default 2. loss_scale_steps: default
@@ -269,8 +269,8 @@ local CLIP = { norm_type = "any", eps = "number" }
 --- step, once for each group.
 ---@param param_groups table[] optimizer.param_groups, or a list with groups of several optimizers
 ---@param max_norm number
----@param options? {norm_type?: number, eps?: number} norm_type: must be 2 (default). eps: default 1e-6. It is added to
---- the norm of the scaled gradients.
+---@param options? {norm_type?: number, eps?: number} norm_type: must be 2 (default). eps: the number that is added to
+--- the norm of the scaled gradients (default 1e-6).
 ---@return number norm the norm without the loss scale; it is not finite if the gradients of any group overflowed
 function OptimManager:clip_grad_norm(param_groups, max_norm, options)
   local call = "OptimManager:clip_grad_norm"
@@ -320,7 +320,7 @@ end
 
 --- Returns the state, which has these fields: `optimizers`, lr_schedulers, loss_scale and loss_scale_enabled.
 --- `optimizers` is this rank's part of the engine's optimizer:state_dict(), with the groups of all optimizers. The
---- tensors are not copied, so save them before the next step.
+--- tensors are not copied, so save the state before the next step.
 ---@param gather_opt? boolean true raises an error
 ---@return table
 function OptimManager:state_dict(gather_opt)

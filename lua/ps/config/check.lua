@@ -371,7 +371,7 @@ function check.written(cfg, given)
   return section(schema_root(), cfg)
 end
 
---- Checks a raw table against the schema. This changes the table.
+--- Checks a raw table against the schema. Modifies the table.
 ---@param raw table
 ---@param name string
 ---@param auto? table<string, any>

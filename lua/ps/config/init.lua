@@ -4,7 +4,8 @@
 --
 --   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
 --
--- Names and nesting are those of DeepSpeed. docs/config.md lists the keys, which are the rows of config/schema.lua.
+-- Names and nesting are the same as in DeepSpeed. docs/config.md lists the keys. Each key is a row in
+-- config/schema.lua.
 -- `notes` is a list of texts that describe accepted keys without an effect, and decisions made for the user. Callers
 -- print each text once.
 local caller = require "ps.core.caller"
@@ -123,7 +124,7 @@ local config = {}
 ---@field later? boolean whether to accept keys that only a later version honours. If false, such keys are errors.
 --- Planning tools set this option
 ---@field world_size? integer number of processes (default: the processes of one model replica)
----@field device? string|fun(): string the device that replaces "auto"; a function is called only if it is needed
+---@field device? string|fun(): string the device that replaces "auto"; a function is called only for the device "auto"
 ---@field available? ps.config.Available|fun(device: string): ps.config.Available numbers of available bytes. Ratios,
 --- and shares such as "80%", are fractions of these numbers. A function is called with the configuration's device
 ---@field auto? table<string, any> values that replace "auto", by full path ("optimizer.params.lr") or last name ("lr")

@@ -49,9 +49,9 @@ local function disk_path(state, cfg)
   return chosen
 end
 
--- Resolves the settings of offloading. An explicit "none" keeps the optimizer's state and updates on the device.
--- Settings that would move a part of them to the host are therefore an error. The tier of parameters depends only on
--- the budgets.
+-- Resolves the settings of offloading. An explicit "none" keeps the optimizer's state and updates on the device. In
+-- this case, settings that would move a part of the state or of the updates to the host are errors. The tier of
+-- parameters depends only on the budgets.
 local function resolve_offload(state, cfg)
   local optimizer, param = cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param
   if state.given[OPTIMIZER .. ".device"] and optimizer.device == "none" then

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The names of the eviction policies. They have the order of the rows in src/chunk/policy.c.
+-- The names of the eviction policies, in the order of the rows in src/chunk/policy.c.
 local native = require "ps.core.ffi"
 local C = native.C
 

@@ -375,7 +375,8 @@ function methods.merge_adapter(self)
   return self
 end
 
---- Subtracts the merged adapter from the weights. The weights are then those of the base model, up to rounding.
+--- Subtracts the merged adapter from the weights. After this, the weights are equal to the base model's weights, except
+--- for rounding.
 ---@param self ps.nn.Module
 ---@return ps.nn.Module self
 function methods.unmerge_adapter(self)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.lora: small trained adapters for a frozen model (LoRA, rsLoRA, DoRA). They are stored in PEFT's files.
+-- ps.lora: small trained adapters for a frozen model (LoRA, rsLoRA, DoRA). Adapters are stored in PEFT's file format.
 --
 --   local model = ps.lora.wrap(ps.from_pretrained(folder), { r = 16, alpha = 32, targets = "all-linear" })
 --   ...                                                    -- train it like any model: only the adapter changes

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Adds adapters to single layers: LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"), rsLoRA
 -- (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA") and DoRA (Liu et al. 2024,
--- "DoRA: Weight-Decomposed Low-Rank Adaptation"). An adapted layer keeps its class, its weight and its name. Its
--- forward is replaced. It gets child modules that contain the adapter's tensors and have PEFT's names:
+-- "DoRA: Weight-Decomposed Low-Rank Adaptation"). An adapted layer keeps its class, its weight and its name. The
+-- layer's forward is replaced. The layer gets child modules that contain the adapter's tensors and have PEFT's names:
 --
 --   c_attn.weight                      the frozen weight
 --   c_attn.lora_A.default.weight       [r, in]; for an embedding: c_attn.lora_embedding_A.default [r, rows]

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains on preferences: DPO (Rafailov et al. 2023, "Direct Preference Optimization") and IPO (Azar et al. 2023, "A
--- General Theoretical Paradigm to Understand Learning from Human Preferences"). The losses are those of TRL's
+-- General Theoretical Paradigm to Understand Learning from Human Preferences"). The losses are the same as in TRL's
 -- DPOTrainer.
 --
 --   ps.preference.wrap(model, { beta = 0.1 })            -- calls of the model now return the loss of pairs

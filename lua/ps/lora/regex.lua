@@ -35,8 +35,9 @@ function Parser:take(literal)
   return true
 end
 
--- Returns a matcher for one character of a set. A matcher is a function m(s, i, k). It tries to match a piece of s that
--- begins at i. It returns true if there is such a piece and k(j) is true, where j is the position after the piece.
+-- Returns a matcher for one character of a set. A matcher is a function m(s, i, k) that tries to match a piece of s
+-- that begins at i. The matcher returns true if it finds a piece for which k(j) is true, where j is the position after
+-- the piece.
 local function of_set(contains)
   return function(s, i, k) return i <= #s and contains(s:sub(i, i)) and k(i + 1) end
 end

@@ -49,8 +49,8 @@ local function chooser(wanted)
   return function(name) return targets.ends_with(name, wanted) end
 end
 
--- Returns whether "all-linear" includes a module. It includes all linear layers except the head of a language model.
--- The head of a classifier is usually in modules_to_save. Such modules get no adapter.
+-- Returns whether "all-linear" includes a module. "all-linear" includes all linear layers except the head of a language
+-- model. The head of a classifier is usually in modules_to_save. Modules in modules_to_save get no adapter.
 local function is_inner_linear(model, name, module, kind)
   if kind.table or kind.head then return false end
   return name:match "[^.]+$" ~= "decoder" or module.outputs ~= (model.config and model.config.vocab_size)

@@ -49,7 +49,7 @@ end
 
 --- Moves the parameters to their averages, or back to their values for training.
 ---@param optimizer {groups: table[]}
----@param train boolean whether to move them back to their values for training
+---@param train boolean true to move the parameters back to their values for training
 ---@param items_of fun(number: integer): any[] returns the parameters of group `number`, counted from 1, in the
 --- optimizer's own form
 ---@param move fun(item: any, state: string, weight: number) moves a parameter toward a state, by the fraction `weight`

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Parameter groups, for the optimizers of ps.optim and of engines. Scripts may change a group's settings between steps.
--- This file sets the learning rates of groups and converts settings to text for saved states. It finds the group of an
+-- This file sets the learning rates of groups, converts settings to text for saved states, and finds the group of an
 -- engine's parameter. It also checks settings, because settings out of range can increase the loss or produce NaN.
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
@@ -68,7 +68,7 @@ function groups.check_parameter(group, name, param, cut)
   end
 end
 
---- Returns the names of a group's settings, which are PyTorch's names.
+--- Returns the names of a group's settings. The names are the same as in PyTorch.
 ---@param group table
 ---@return string[]
 function groups.settings(group) return optimizers.of_group(group).settings end

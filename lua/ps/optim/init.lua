@@ -279,8 +279,8 @@ local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 --- gradient, the step is skipped. The call also ends the implicit scope of the step.
 ---@param options? {max_norm?: number, scaler?: ps.LossScaler, grad_scale?: number} grad_scale: a factor on all
 --- gradients, for example 1 / (number of accumulated batches)
----@return {grad_norm?: number, skipped: boolean} info grad_norm is the norm before clipping. It is nil if neither
---- max_norm nor scaler is used.
+---@return {grad_norm?: number, skipped: boolean} info grad_norm is the norm before clipping, or nil if neither max_norm
+--- nor scaler is used.
 function Optimizer:step(options)
   native.check_running "optimizer:step()"
   groups.check_closure(options)
@@ -526,7 +526,7 @@ function optim.SGD(params, options) return build(optimizers.of "SGD", params, op
 ---@return ps.Optimizer
 function optim.RMSprop(params, options) return build(optimizers.of "RMSprop", params, options) end
 
---- Creates a Lion optimizer (Chen et al. 2023). Its updates are those of lion-pytorch.
+--- Creates a Lion optimizer (Chen et al. 2023), with the updates of lion-pytorch.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
@@ -556,8 +556,8 @@ function optim.Muon(params, options) return build(optimizers.of "Muon", params, 
 ---@return ps.Optimizer
 function optim.Adafactor(params, options) return build(optimizers.of "Adafactor", params, options) end
 
---- Creates the Adafactor optimizer of transformers. The defaults are those of its Trainer. eps1 and eps2 are the two
---- numbers of the option eps in transformers.
+--- Creates the Adafactor optimizer of transformers, with the defaults of the Trainer. eps1 and eps2 are the two numbers
+--- of the option eps in transformers.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, decay_rate?: number, eps1?: number, eps2?: number, clip_threshold?: number,
 ---  weight_decay?: number, scale_parameter?: boolean, relative_step?: boolean, warmup_init?: boolean, max_norm?:
@@ -567,8 +567,8 @@ function optim.HuggingFaceAdafactor(params, options)
   return build(optimizers.of "HuggingFaceAdafactor", params, options)
 end
 
---- Creates a LAMB optimizer (You et al. 2020). Its updates are those of timm's LAMB, but without timm's clipping. Use
---- max_norm instead.
+--- Creates a LAMB optimizer (You et al. 2020), with the updates of timm's LAMB. timm's gradient clipping is not
+--- included; use max_norm instead.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, grad_averaging?: boolean,
 --- always_adapt?: boolean, trust_clip?: boolean, max_norm?: number, per_rank?: boolean}

@@ -25,7 +25,7 @@ local M = {}
 ---@class ps.LossScaler
 ---@field scale number factor that currently multiplies losses
 ---@field dynamic boolean whether the scale changes
----@field steps integer number of steps, including those that overflowed
+---@field steps integer number of steps, including steps that overflowed
 ---@field last_overflow integer index, counted from 0, of the last step that overflowed, or -1. With PyTorch's rule, a
 ---  step that raised the scale also counts
 ---@field growth number factor by which the scale is raised

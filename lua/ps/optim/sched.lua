@@ -33,7 +33,7 @@ end
 
 local WARMUP_TO = { optimizer = "table", max_lr = "number", min_lr = "number", warmup = "number", total = "number" }
 
--- Returns the progress between the end of the warm-up, which is 0, and the last step, which is 1.
+-- Returns the progress at step `count`: 0 at the end of the warm-up, and 1 at step `total` and after it.
 local function way(options, count)
   local warmup = options.warmup or 0
   return math.min(1, (count - warmup) / math.max(1, options.total - warmup))
@@ -97,9 +97,9 @@ order.OneCycle = "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size 
 order.LRRangeTest = "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
   .. "last_batch_iteration"
 
--- DeepSpeed's schedules. Their step count is one step late: the first step has the starting rate, and the second step
--- has the rate for 0 warm-up steps, which is the same rate. The options have DeepSpeed's names, and docs/config.md
--- lists them.
+-- DeepSpeed's schedules. Their step count is one step late. The first step has the starting rate. The second step has
+-- the rate for 0 completed warm-up steps, which is the starting rate again. The options have DeepSpeed's names, and
+-- docs/config.md lists the options.
 
 -- warmup_share returns two results: a function that maps a step, counted from 0, to the completed fraction of the
 -- warm-up, and the number of warm-up steps.

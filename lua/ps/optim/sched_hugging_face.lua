@@ -45,7 +45,7 @@ end
 -- Returns the factor during the warm-up, or nil after the warm-up.
 local function warming(count, warmup) if count < warmup then return count / warmup end end
 
--- Returns the progress after the warm-up. It is 0 at the end of the warm-up, 1 at the last step, and more than 1 later.
+-- Returns the progress after the warm-up: 0 at the end of the warm-up, 1 at step `total`, and more than 1 after it.
 local function progress(count, warmup, total) return (count - warmup) / math.max(1, total - warmup) end
 
 local function cosine(cycles, done) return 0.5 * (1 + math.cos(math.pi * cycles * 2 * done)) end

@@ -249,8 +249,8 @@ end
 local SEQUENCE = { optimizer = "table", schedulers = "table", milestones = "table", last_epoch = "number" }
 
 --- Returns PyTorch's SequentialLR, which runs schedules one after another. The first schedule runs until step
---- milestones[1], the second until step milestones[2], and so on. They must be schedules of PyTorch or Hugging Face,
---- and must have the same optimizer.
+--- milestones[1], the second schedule runs until step milestones[2], and so on. All schedules must be schedules of
+--- PyTorch or Hugging Face, and must have the same optimizer.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, schedulers: ps.Schedule[], milestones: integer[], last_epoch?:
 --- integer}
 ---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer

@@ -361,7 +361,7 @@ local function in_order(name, keys, optimizer, ...)
   return options
 end
 
---- Checks the options of a schedule, which are a table or PyTorch's arguments.
+--- Checks the options of a schedule. The options are given as a table or as PyTorch's arguments.
 ---@param name string
 ---@param keys table<string, string> the kind of each option
 ---@param required string required keys, separated by spaces

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- AdamW with averages that need less memory. AdamW8bit stores 8 bits per element. AdamWBF16 stores bf16 values and
--- rounds them up or down at random, so that small changes are not lost.
+-- AdamW with averages that need less memory than fp32. AdamW8bit stores averages with 8 bits per element. AdamWBF16
+-- stores averages in bf16, and rounds the values up or down at random, so that small changes are not lost.
 local in_8_bits = require "ps.optimizers.blocks"
 
 local DEFAULTS = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0.01 }

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Optimizer states with 8 bits per element. Each element has a code, and each block of elements has a scale (Dettmers
--- et al. 2022). The maps from codes to values are those of bitsandbytes and torchao.
+-- et al. 2022). bitsandbytes and torchao map codes to the same values.
 local rectangles = require "ps.core.rectangles"
 
 local BLOCK = 256                                  -- equal to PS_STATE_BLOCK in src/base/update.h

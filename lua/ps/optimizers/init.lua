@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The optimizers, by name. A file of this folder describes each optimizer: its states, its update, its settings, and
--- its names in other software. All other parts of the engine (layouts, plans, forecasts, ZeRO, pipelines, checkpoints,
--- files of PyTorch) use these descriptions. CONTRIBUTING.md says how to add an optimizer. This file does not load the C
--- engine. Only update.lua does.
+-- The optimizers, by name. Each optimizer has a description in a file of this folder: its states, its update, its
+-- settings, and its names in other software. All other parts of the engine (layouts, plans, forecasts, ZeRO, pipelines,
+-- checkpoints, files of PyTorch) use these descriptions. CONTRIBUTING.md says how to add an optimizer. Only update.lua
+-- loads the C engine. This file does not.
 local dtypes = require "ps.core.dtype"
 
 ---@class ps.optimizers.State a tensor that an optimizer keeps for a parameter
@@ -15,8 +15,8 @@ local dtypes = require "ps.core.dtype"
 ---@class ps.optimizers.Description
 ---@field name string
 ---@field op string name of the op in ops.def that updates parameters
----@field settings string[] names of a group's settings, which are PyTorch's names, in PyTorch's order
----@field defaults table<string, any> default settings in ps.optim, which are PyTorch's
+---@field settings string[] names of a group's settings, with the names and the order of PyTorch
+---@field defaults table<string, any> default settings in ps.optim, which are the same as in PyTorch
 ---@field fixed? table<string, any> fields that every group has and scripts cannot set
 ---@field counters? table<string, any> fields that every group has and steps change, with their first values; they are
 --- saved

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- LAMB (You et al., ICLR 2020), with the settings of timm's class. timm's own clipping by the global norm is not
--- included. Use gradient_clipping instead.
+-- LAMB (You et al., ICLR 2020), with the settings of timm's class. timm's LAMB also clips gradients by the global norm.
+-- This clipping is not included. Use gradient_clipping instead.
 return { LAMB = {
   name = "LAMB", op = "lamb_", whole = true,
   states = { { name = "exp_avg", dtype = "fp32" }, { name = "exp_avg_sq", dtype = "fp32" } },

@@ -104,7 +104,7 @@ local function clean(self)
 end
 
 --- Writes files of a folder on the group's rank 0. All ranks of the group call this function. fn(batch) writes each
---- file to the path that batch:file(name) returns. It returns a table that maps the names of the texts to the texts.
+--- file to the path that batch:file(name) returns. fn returns a table that maps the names of the texts to the texts.
 ---@param path string the folder
 ---@param group? ps.Group
 ---@param fn fun(batch: ps.pretrained.Batch): table<string, string>

@@ -73,7 +73,7 @@ end
 local Files = {}
 Files.__index = Files
 
---- Opens weight files. The caller closes them after it has read their tensors.
+--- Opens weight files. The caller must close the result after it has read the tensors.
 ---@param paths string[]
 ---@param mmap? boolean whether the tensors' data stays in the mapped files (the option mmap of ps.load)
 ---@return ps.pretrained.Files

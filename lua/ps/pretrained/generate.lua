@@ -46,7 +46,7 @@ local function tell_here(chosen, streams, ids, ended, i)
   return go_on
 end
 
--- Calls tell_here, and returns its result. If several ranks share the model, all of them stop when one of them stops.
+-- Calls tell_here, and returns its result. If several ranks share the model, all ranks stop when one rank stops.
 local function tell(model, chosen, ...)
   if not chosen.followed then return true end
   if not model.together then return tell_here(chosen, ...) end

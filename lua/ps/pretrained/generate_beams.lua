@@ -17,7 +17,7 @@ local NEVER = -1e9                                         -- smaller than every
 ---@field token? integer
 ---@field parent? ps.pretrained.Beam the beam that this beam continues, or nil if it continues the prompt
 
--- Returns the last n tokens of a prompt and its continuation, or all of them if there are fewer.
+-- Returns the last n tokens of a prompt and its continuation, or all tokens if there are fewer than n.
 local function tail_of(beam, prompt, n)
   local back = {}
   while beam.parent and #back < n do back[#back + 1], beam = beam.token, beam.parent end

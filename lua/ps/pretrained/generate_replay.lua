@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Repeats the ops of a generation step without running the model's Lua code. When a model continues a text token by
 -- token, two consecutive steps run the same ops on the same weights and caches. Only the tensors of the batch and the
--- number of cached positions differ. This file records the ops of two steps and compares them. If only these two things
--- differ, the following steps run the recorded ops, and the results are identical bit for bit. Otherwise all steps run
--- the model's code.
+-- number of cached positions differ. This file records the ops of two steps and compares the recordings. If only the
+-- batch's tensors and the number of cached positions differ, the following steps run the recorded ops, and the results
+-- are identical bit for bit. Otherwise all steps run the model's code.
 --
 -- A step always runs the model's code in these cases:
 --   the step has several columns

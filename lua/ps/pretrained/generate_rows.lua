@@ -19,7 +19,7 @@
 --                                raises an error on all ranks
 --   together(fn)                 calls fn() on all ranks. Raises one rank's error on all ranks. Returns false if fn
 --                                returns false on any rank
--- Sizes: R rows, which are B prompts times `copies`; L columns; V words.
+-- Sizes: R rows, where R = B * `copies` for B prompts; L columns; V words of the vocabulary.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local error = caller.error

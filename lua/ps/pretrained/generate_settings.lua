@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The settings of generate. A script's options take precedence over the generation_config.json of the model's folder.
--- Names and meanings are those of transformers. If a setting would change the tokens and is not supported, an error
--- names it.
+-- Names and meanings are the same as in transformers. If a setting would change the tokens and is not supported, an
+-- error names the setting.
 local caller = require "ps.core.caller"
 local folder = require "ps.pretrained.folder"
 local json = require "cjson"
@@ -44,7 +44,7 @@ local function is_neutral(value, neutral)
 end
 
 -- Reads and checks a model's generation_config.json. If the file does not exist, reads the same fields from
--- config.json, where older folders have them.
+-- config.json, which contains these fields in older folders.
 local function file_of(model)
   local known = rawget(model, "generation_config")
   if known then return known end

@@ -118,13 +118,14 @@ local function rotary(file, name, fields, D)
 end
 
 local IDS = { bos = "bos_token_id", padding = "pad_token_id" }
--- Tokens that end a turn. Like llama.cpp, psluajit stops generation after these tokens, even if the file does not list
--- them as end tokens.
+-- Tokens that end a turn. Like llama.cpp, psluajit stops generation after these tokens, even if they are not in the
+-- file's list of end tokens.
 local TURNS = { ["<|eot_id|>"] = true, ["<|im_end|>"] = true, ["<|end|>"] = true, ["<end_of_turn>"] = true,
   ["<|endoftext|>"] = true, ["<|eom_id|>"] = true, ["<EOT>"] = true, ["_<EOT>"] = true }
 local CONTROL = 3
 
--- Returns the ids that end a text: one id, or a list if there are several. Returns nil if the file defines none.
+-- Returns the ids that end a text: a number if there is one id, or a list if there are several ids. Returns nil if the
+-- file defines no such id.
 local function ends_of(file, vocabulary)
   local list, seen = {}, {}
   local function add(id)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a model as a GGUF file. Names, row orders, metadata and general types are those of llama.cpp's converter. The
--- type of each tensor is the one that llama-quantize chooses. At most one tensor is in memory at a time.
+-- Writes a model as a GGUF file. Names, row orders, metadata and general types are the same as in llama.cpp's
+-- converter. Each tensor has the type that llama-quantize chooses for it. At most one tensor is in memory at a time.
 local caller = require "ps.core.caller"
 local agree = require "ps.dist.agree"
 local native = require "ps.core.ffi"

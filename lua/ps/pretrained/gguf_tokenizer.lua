@@ -212,8 +212,8 @@ function tokenizer.of(file)
   return t
 end
 
---- Returns an open file's chat template as text. If the file has several named templates, returns a list of them.
---- Returns nil if the file has none.
+--- Returns an open file's chat template as text. If the file has several named templates, returns a list of all
+--- templates. Returns nil if the file has no template.
 ---@param file ps.Gguf
 ---@return string|{name: string, template: string}[]|nil
 function tokenizer.template(file)

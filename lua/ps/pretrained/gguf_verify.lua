@@ -106,7 +106,7 @@ local KEY = "psluajit.verify."
 local NOTED = { { "tokens", "uint32" }, { "mean_kl", "float32" }, { "max_kl", "float32" }, { "top1", "float32" },
   { "perplexity", "float32" }, { "reference_perplexity", "float32" }, { "pass", "bool" } }
 
---- Returns metadata entries that reserve space for a certificate. Their values say that 0 tokens were compared and that
+--- Returns metadata entries that reserve space for a certificate. The entries say that 0 tokens were compared and that
 --- the comparison has not passed.
 ---@return ps.gguf.Entry[]
 function verify.entries()

@@ -103,8 +103,8 @@ end
 local SPECIAL = { { "bos", "bos" }, { "eos", "eos" }, { "unk", "unknown" }, { "sep", "seperator" },
   { "pad", "padding" }, { "cls", "cls" }, { "mask", "mask" } }
 
--- Appends entries for special tokens: their ids, and whether texts begin and end with them. Also appends the chat
--- template.
+-- Appends entries for special tokens. The entries contain the tokens' ids, and whether texts begin and end with special
+-- tokens. Also appends the chat template.
 local function add_special(entries, home, tokens, fields)
   local config, ids = object(home .. "/tokenizer_config.json") or {}, {}
   for i, token in ipairs(tokens) do ids[token] = ids[token] or i - 1 end

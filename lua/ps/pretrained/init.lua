@@ -363,8 +363,8 @@ function pretrained.load(name, options, family)
     if native.recorder or hooks.heard "parameter" and not (files.mmap or rest.keep_quantized) then
       return make(rest.device)
     end
-    -- Only tensors that the files lack are initialized with random numbers. They get the same numbers as in a model
-    -- that initializes all its tensors.
+    -- Only tensors that the files lack are initialized with random numbers. The numbers are the same as in a model that
+    -- initializes all its tensors.
     local deferred = require "ps.nn.deferred"
     return deferred.materialize(deferred.make(make), { device = rest.device })
   end)

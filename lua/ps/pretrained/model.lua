@@ -2,10 +2,10 @@
 -- The base class of models in Hugging Face's format. It has the following parts:
 --   a configuration
 --   the names of parameters in files, such as older names, names with or without the body's prefix, and tied names
---   loading, which reports the tensors that were used and those that were skipped
+--   loading, which reports the tensors that were used and the tensors that were skipped
 --   saving, resizing of the vocabulary, and the computation of costs
 --
--- The file of a family, such as models/bert.lua, derives its classes from this one. It sets these fields on each class:
+-- The file of a family, such as models/bert.lua, derives classes from this class. It sets these fields on each class:
 --   family      the result of ps.pretrained.family, with the fields model_type, settings, ...
 --   base        the prefix of the body's names in files of models with a head ("bert")
 --   prefix      the field of the model that contains the body; nil if the class is the body itself
@@ -283,8 +283,8 @@ function Model:resize_token_embeddings(n)
   return self
 end
 
---- Returns example arguments for a call of the model, as tensors without data. They are used to compute the costs of
---- the model's parts.
+--- Returns example arguments for a call of the model, as tensors without data. These arguments are used to compute the
+--- costs of the model's parts.
 ---@param rows integer
 ---@param positions integer the number of positions; if it exceeds the model's number of positions, the latter is used
 ---@return {input_ids: ps.Tensor} batch

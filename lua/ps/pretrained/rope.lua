@@ -96,7 +96,8 @@ end
 local function fp32(x) return tonumber(ffi.cast("float", x)) end
 
 -- Returns the frequencies theta^(-2i / D) of the D / 2 pairs. Intermediate results are rounded as in transformers,
--- because models were trained with the rounded values. They differ from the exact values by a factor of up to 1 + 5e-7.
+-- because models were trained with the rounded frequencies. The rounded frequencies differ from the exact frequencies
+-- by a factor of up to 1 + 5e-7.
 local function plain(theta, D)
   local all = {}
   for i = 0, D / 2 - 1 do all[i + 1] = fp32(1 / fp32(theta ^ fp32(2 * i / D))) end

@@ -144,7 +144,7 @@ function save.whole(model)
 end
 
 --- Returns Hugging Face's name of the widest floating-point dtype among the entries, because config.json has a single
---- dtype. Entries with the field `side` are skipped. They are tensors of a packed weight.
+--- dtype. Entries with the field `side` are skipped, because they are tensors of a packed weight.
 ---@param entries table[]
 ---@return string
 function save.dtype_of(entries)

@@ -14,7 +14,7 @@ local error = caller.error
 ---@class ps.pretrained.Rules
 ---@field model_type string
 ---@field defaults table<string, any> all settings, with the default values for scripts
----@field file_defaults? table<string, any> the default values for a config.json, if they differ
+---@field file_defaults? table<string, any> the default values for a config.json that differ from `defaults`
 ---@field optional? table<string, string> settings that may be absent, and their kinds ("whole", "number", "string")
 ---@field assumed_ids? table<string, integer> setting -> the token id that transformers assumes if config.json lacks it
 ---@field nullable? table<string, boolean> settings whose value may be null, which means none; null is stored as false
@@ -48,7 +48,7 @@ local ABSENT = { quantization_config = "quantized weights", auto_map = "the mode
   compression_config = "compressed weights", pruned_heads = "attention without some of its heads",
   adapters = "a model with adapters", per_layer_config = "a model whose layers have individual settings" }
 
--- Fields for which transformers treats null as false. Their default is true.
+-- Fields whose value null means false in transformers. If such a field is absent, its value is true.
 local TRUTHS = { is_causal = true, token_classification_bias = true }
 
 local PROBLEMS = { regression = true, single_label_classification = true, multi_label_classification = true }

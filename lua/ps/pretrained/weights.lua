@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loads weight files into a model of ps.pretrained. Names in files may have the body's prefix or lack it, and may be
--- older names. The files must have every tensor of the body. They may lack the head, or have a different head.
+-- Loads weight files into a model of ps.pretrained. Names in files may have or lack the body's prefix. Older names,
+-- such as LayerNorm.gamma, are also accepted. The files must have every tensor of the body. The head may be missing
+-- from the files, or the files may contain a different head.
 local dist = require "ps.dist"
 local nn_module = require "ps.nn.module"
 local sharded = require "ps.nn.sharded"

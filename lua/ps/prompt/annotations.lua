@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Parses the annotations above functions. tools/api_doc.lua uses them to make docs/api.md, and ps.help prints them.
+-- Parses the annotations above functions. tools/api_doc.lua writes the annotations to docs/api.md, and ps.help prints
+-- the annotations.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local exact = require "ps.core.exact"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The completions that TAB offers at the prompt. They are keywords and globals, fields after a dot, and methods after a
--- colon. Values are looked up through fields and __index. Functions are never called, even if the line contains calls.
+-- The completions that TAB offers at the prompt: keywords and globals, fields after a dot, and methods after a colon.
+-- Values are looked up through fields and __index. Functions are never called, even if the line contains calls.
 local complete = {}
 
 local keywords = {}

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Hints for users with habits from other languages, mostly Python. A hint says what to write in place of a text that
--- Lua rejects, or what an undefined name means. The program adds a hint to the error that it prints. It loads this file
--- only after an error.
+-- Hints for users with habits from other languages, mostly Python. If Lua rejects a text, the hint says what to write
+-- instead. If a name is undefined, the hint says what the name means or what to write instead. The program adds a hint
+-- to the error that it prints, and loads this file only after an error.
 local lfs = require "lfs"
 local nearest = require "ps.core.nearest"
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Implements help(x) at the prompt and ps.help. They print the annotations of a function, an op, a class or a module.
--- The code that makes docs/api.md also parses the annotations for this file.
+-- Implements help(x) at the prompt and ps.help. Both functions print the annotations of a function, an op, a class or a
+-- module. annotations.lua parses the annotations for this file and for docs/api.md.
 local annotations = require "ps.prompt.annotations"
 local caller = require "ps.core.caller"
 local foreign = require "ps.core.foreign"

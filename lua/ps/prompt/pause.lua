@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Ctrl-C pauses a script, if the script runs on a terminal as a single process and no other handler uses the signal.
--- src/interrupt.c stops the script between two of its instructions. It calls begin(), opens a prompt, and then calls
--- finish().
+-- src/interrupt.c stops the script between two instructions of the script, calls begin(), opens a prompt, and then
+-- calls finish().
 --
 -- LuaJIT's compiled code does not update variables that are never read again, so a pause could show old values. To
 -- avoid this, functions of the script that are on the stack when a step begins are interpreted from then on. For other

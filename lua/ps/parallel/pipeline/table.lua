@@ -37,8 +37,8 @@ Table.__index = Table
 ---@field forward? number time of a forward
 ---@field input? number time of the gradient of the input
 ---@field weight? number time of the gradients of the weights
----@field reduce? number time of the reduction of its gradients, once per step, in a lowered table
----@field nbytes? integer size in bytes of its output, which is also the size of the output's gradient
+---@field reduce? number time to reduce the gradients of the stage or part, once per step, in a lowered table
+---@field nbytes? integer size in bytes of the stage's or part's output, and of the output's gradient
 ---@field held? integer number of bytes that are kept from forward to backward
 ---@field waiting? integer number of bytes that are kept from I to W
 

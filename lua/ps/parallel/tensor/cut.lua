@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Splits a model's layers among the ranks of tensor parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022). The
--- model's code is written for one process. Tables in the model's classes name the layers to split. They use paths
--- relative to the module. In a path, "*" matches any single name, and -1 is the last item of a list:
+-- model's code is written for one process. Tables in the classes of modules name the layers to split. A table's keys
+-- are paths relative to the module. In a path, "*" matches any single name, and -1 is the last item of a list:
 --
 --   GPT2Model.tensor_parallel = {
 --     ["wte"] = "vocabulary", ["drop"] = "enter",
