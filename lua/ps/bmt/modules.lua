@@ -108,8 +108,8 @@ function modules.init_parameters(model)
 end
 
 --- `for group, parameters in bmt.grouped_parameters(model) do` iterates over groups of parameters. `group` is the
---- option `group` of DistributedParameter. Parameters without this option are in the first group, for which `group` is
---- false.
+--- option `group` of DistributedParameter. Parameters without this option are in the first group, for which
+--- `group` is false.
 ---@param model ps.nn.Module
 ---@return fun(): (string|false)?, ps.Tensor[]?
 function modules.grouped_parameters(model)

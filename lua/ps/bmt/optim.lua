@@ -90,8 +90,8 @@ end
 ---@param params ps.Tensor[]|table[]|ps.nn.Module the parameters, or groups { params =, lr =, ... }
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer} lr:
 --- default 1e-3. betas: default { 0.9, 0.999 }. eps: default 1e-8. weight_decay: default 0. hold_steps: the number of
---- steps at the beginning of training in which the rate is 0. For bf16 and fp16 parameters, this is hold_steps - 1
---- steps.
+--- steps at the beginning of training in which the rate is 0. For bf16 and fp16 parameters, there is one
+--- such step fewer.
 ---@return ps.bmt.Optimizer
 function optim.AdamOptimizer(params, options) return new("AdamOptimizer", params, options, SETTINGS, false) end
 

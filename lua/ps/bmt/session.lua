@@ -302,8 +302,8 @@ function Session:deal(block, stage)
   end
 end
 
---- If a parameter is only on another stage, returns this other stage. Returns nil if this rank's stage has the
---- parameter.
+--- If a parameter is only on another stage, returns this other stage. Returns nil if this rank's stage
+--- has the parameter.
 ---@param tensor ps.Tensor
 ---@return integer? stage
 function session.elsewhere(tensor)

@@ -9,8 +9,8 @@ local utils = {}
 
 local WIDTH = 60                                 -- width of a printed block in columns
 
---- Prints a line of 60 columns that contains the title between "=" signs. Then prints the text `content`, if it is
---- given.
+--- Prints a line of 60 columns that contains the title between "=" signs. Then prints the text `content`, if
+--- it is given.
 ---@param title string
 ---@param content? string
 function utils.print_block(title, content)

@@ -4,8 +4,8 @@
 --
 --   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
 --
--- Names and nesting are the same as in DeepSpeed. docs/config.md lists the keys. Each key is a row in
--- config/schema.lua.
+-- Names and nesting are the same as in DeepSpeed. docs/config.md lists the keys. Each key is a
+-- row in config/schema.lua.
 -- `notes` is a list of texts that describe accepted keys without an effect, and decisions made for the user. Callers
 -- print each text once.
 local caller = require "ps.core.caller"

@@ -248,8 +248,8 @@ function Adapters:tensors(name)
 end
 
 --- Makes the tensors of one adapter require a gradient. The tensors of all other adapters then require no gradient. If
---- `name` is nil, this applies to the tensors of all adapters. If an engine trains a parameter, the parameter continues
---- to require a gradient.
+--- `name` is nil, the tensors of all adapters require no gradient. If an engine trains a parameter, the parameter
+--- continues to require a gradient.
 ---@param name? string
 function Adapters:train_only(name)
   for other in pairs(self.specs) do

@@ -86,7 +86,7 @@ local function gguf_fingerprint(path)
   return hash(lines)
 end
 
---- Returns a fingerprint of the weights in a folder or GGUF file. Returns nil for a folder without safetensors files.
+--- Returns a fingerprint of the weights in a folder or GGUF file. Returns nil if the folder has no fingerprint.
 ---@param path? string
 ---@return string?
 function files.weights_fingerprint(path)
@@ -121,7 +121,7 @@ local function open(path, model)
 end
 
 -- Converts a tensor's name in the file. If the tensor belongs to the adapter, returns the name that Adapters:tensors
--- returns. If it belongs to the base model, returns its name in the base model.
+-- uses. If the tensor belongs to the base model, returns its name in the base model.
 local function own_name(name)
   local bare = name:match("^" .. PREFIX:gsub("%.", "%%.") .. "(.*)$") or name
   bare = bare:gsub("%.lora_magnitude_vector%.weight$", ".lora_magnitude_vector")
@@ -136,8 +136,8 @@ local function some(list)
 end
 
 -- A file may contain a tensor that is tied in the model. If PEFT trained this tensor separately, because its module is
--- in modules_to_save, returns the entry of modules_to_save. Returns nil if the tensor is only a copy of the token
--- embedding.
+-- in modules_to_save, returns the entry of modules_to_save. Returns nil if the tensor is only a copy of
+-- the token embedding.
 local function trained_apart(spec, own)
   for _, wanted in ipairs(not spec.ensure_weight_tying and spec.modules_to_save or {}) do
     for dot in own:gmatch "()%." do                        -- PEFT compares the ends of modules' names
@@ -198,8 +198,8 @@ local function check_base(base, wanted, path, other_base)
     .. "or pass other_base = true to use it with this one"):format(path, base, wanted, has), 0)
 end
 
---- Adds the adapter of a folder or GGUF file to a model whose tensors have no data. The adapter's tensors have no data
---- either.
+--- Adds the adapter of a folder or GGUF file to a model whose tensors have no data. The adapter's tensors have
+--- no data either.
 ---@param model ps.nn.Module
 ---@param path string the adapter's folder or file
 ---@param other_base? boolean

@@ -103,8 +103,8 @@ local function weight_times(layer, A)
   return as(ops.linear(a, weight, nil, nil, 0):transpose(0, 1), "fp32")
 end
 
--- Returns the norm of each row of W + scale B A, as fp32 [O], without computing this matrix. If w is a row of W, and b
--- is the same row of B, the square of the norm is |w|^2 + 2 * scale * (w A^T) . b + scale^2 * b (A A^T) b^T.
+-- Returns the norm of each row of W + scale B A, as fp32 [O], without computing this matrix. If w and b are row i of W
+-- and of B, the square of norm i is |w|^2 + 2 * scale * (w A^T) . b + scale^2 * b (A A^T) b^T.
 local function norm_of(layer, name, A, B)
   return scope.no_grad(scope.scope, function()
     if A == nil then A, B = tensors_of(layer, name) end

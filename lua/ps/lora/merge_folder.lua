@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes a model as a folder or a GGUF file, one tensor at a time. An adapter can be merged into the model's weights.
--- The needed memory does not depend on the size of the model. It is two fp32 copies of the largest adapted tensor, and
--- some buffers.
+-- The needed memory does not depend on the size of the model. Memory is needed for two fp32 copies of the largest
+-- adapted tensor, and for some buffers.
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
 local rectangles = require "ps.core.rectangles"

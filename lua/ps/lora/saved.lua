@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Modules that an adapter trains in full (PEFT's modules_to_save), such as a new head. The values of the active adapter
 -- are in the module's own parameters, such as "score.weight". Code that reads these parameters therefore needs no
--- change. Child modules hold the values of the base model and of the inactive adapters:
+-- change. Child modules hold the values of the base model and of the inactive adapters. For example:
 --
 --   score.weight                              the values of the active adapter
 --   score.original_module.weight              the values of the base model; frozen

@@ -446,8 +446,8 @@ local function load_torch(self, state)
 end
 
 --- Loads a result of state_dict. Tensors that are on the device of their parameter are used without a copy. Can also
---- load a state in PyTorch's form (torch_state_dict), from tables or from an open file. The tensors of such a state are
---- copied.
+--- load a state in PyTorch's form (torch_state_dict), from tables or from an open file. The tensors of such a
+--- state are copied.
 ---@param state table|ps.TorchFile
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)

@@ -31,8 +31,8 @@ local M = {}
 ---@field growth number factor by which the scale is raised
 ---@field backoff number factor that multiplies the scale after an overflow
 ---@field restarts boolean whether a new window begins when the scale is raised, as in PyTorch
----@field hysteresis_left integer number of overflows until the scale is lowered, including the overflow that lowers the
---- scale
+---@field hysteresis_left integer number of overflows until the scale is lowered, including the overflow that
+--- lowers the scale
 local LossScaler = require("ps.core.foreign").stand({}, "scaler")
 LossScaler.__index = LossScaler
 

@@ -246,8 +246,8 @@ local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_t
   lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean", last_batch_iteration = "number" }
 
 --- Returns a schedule whose rate only increases. It is used to find the rate at which training diverges (Smith 2017).
---- The rate of step n, counted from 0, is lr_range_test_min_lr * (1 + lr_range_test_step_rate * n /
---- lr_range_test_step_size).
+--- The rate of step n, counted from 0, is lr_range_test_min_lr * (1 + lr_range_test_step_rate *
+--- n / lr_range_test_step_size).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?:
 --- integer, lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
 ---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer

@@ -293,8 +293,8 @@ end
 local CHAINED = { schedulers = "table", optimizer = "table" }
 
 --- Returns PyTorch's ChainedScheduler, which combines several schedules for the same optimizer. A call of its step()
---- advances every schedule, in order. Each schedule continues from the rates that the previous schedule in the list has
---- set.
+--- advances every schedule, in order. Each schedule continues from the rates that the previous schedule in the
+--- list has set.
 ---@param schedulers ps.Schedule[]|{schedulers: ps.Schedule[], optimizer?: ps.Optimizer}
 ---@param optimizer? ps.Optimizer default: the optimizer of the schedules
 ---@return ps.Schedule
@@ -420,8 +420,8 @@ local function judge(self, value)
   self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 end
 
---- Returns a schedule with the rule of PyTorch's ReduceLROnPlateau. `name` is the schedule's name in PyTorch or Hugging
---- Face.
+--- Returns a schedule with the rule of PyTorch's ReduceLROnPlateau. `name` is the schedule's name in PyTorch
+--- or Hugging Face.
 ---@param name string
 ---@param options any
 ---@param ... any

@@ -33,8 +33,8 @@ end
 local ALIKE, SHARE, OWN, HELD = "alike", "share", "own", "held"
 schedule.ALIKE, schedule.SHARE, schedule.OWN, schedule.HELD = ALIKE, SHARE, OWN, HELD
 
--- Returns whether an optimizer's groups have initial rates. An optimizer without initial rates needs only the method
--- set_lr.
+-- Returns whether an optimizer's groups have initial rates. An optimizer without initial rates needs only
+-- the method set_lr.
 local function has_rates(optimizer)
   local group = (optimizer.groups or {})[1]
   return group ~= nil and group.initial_lr ~= nil

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Schedule-free AdamW (Defazio et al. 2024), with the settings of the package schedulefree. A parameter has three
--- values:
+-- Schedule-free AdamW (Defazio et al. 2024), with the settings of the package schedulefree. A parameter
+-- has three values:
 --   z   the result of plain updates
 --   x   the average of z, at which the model is evaluated
 --   y   (1 - beta1) * z + beta1 * x, at which steps compute gradients

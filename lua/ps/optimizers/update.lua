@@ -8,8 +8,8 @@ local ffi, C = native.ffi, native.C
 
 local update = {}
 
--- Maps the name of an optimizer to the code of its op, a struct for the op's attributes, and a pointer type for this
--- struct.
+-- Maps the name of an optimizer to the code of its op, a struct for the op's attributes, and a pointer type
+-- for this struct.
 local ops = {}
 for _, name in ipairs(optimizers.names) do
   local made = optimizers.of(name)

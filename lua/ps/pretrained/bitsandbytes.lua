@@ -111,8 +111,8 @@ end
 ---@field file table the file with the codes
 ---@field rows integer
 ---@field columns integer
----@field sides table<string, table> suffix of the name of another tensor of the weight -> the open file with this
---- tensor
+---@field sides table<string, table> the open files of the weight's other tensors, such as absmax. A key is the end of a
+--- tensor's name
 ---@field offset? number nested_offset, if the scales are quantized
 ---@field transposed boolean whether the model's weight is [columns, rows]
 ---@field packed? ps.nn.PackedType type of the blocks that reads return; nil if reads return numbers
@@ -125,8 +125,8 @@ end
 local Weights = {}
 Weights.__index = Weights
 
--- Raises an error if a tensor is missing, or if its type or shape is not the given one. `part` and `subject` are words
--- for messages.
+-- Raises an error if a tensor is missing, if its type is not `dtype`, or if its shape is not `shape`. `part` and
+-- `subject` are words for messages.
 local function check_tensor(self, name, file, dtype, shape, part, subject)
   if not file then settings.refuse(self.path, name, "none", ("the files lack %s in NF4"):format(part)) end
   local its, other = file:dtype(name)

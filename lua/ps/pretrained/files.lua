@@ -181,8 +181,8 @@ function Files:state(own_name)
     local file, raw = home[name][1], home[name][2]
     return (file == self.quantized or gguf.is(file.path)) and file:type(raw) or nil
   end
-  --- Makes later reads of a quantized tensor return its blocks. `kind` is ignored unless bitsandbytes quantized the
-  --- tensor.
+  --- Makes later reads of a quantized tensor return its blocks. `kind` is ignored unless bitsandbytes
+  --- quantized the tensor.
   function state.keep_packed(_, name, kind)
     local file, raw = home[name][1], home[name][2]
     if file == self.quantized then file:keep_packed(raw, kind) else file:keep_packed(raw) end

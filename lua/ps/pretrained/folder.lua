@@ -97,8 +97,8 @@ end
 ---@return boolean
 function folder.is_adapter(path) return is(path .. "/adapter_config.json", "file") end
 
---- Raises an error if a folder contains checkpoints of ps.checkpoints. Only the script that saved a checkpoint can load
---- it.
+--- Raises an error if a folder contains checkpoints of ps.checkpoints. Only the script that saved a checkpoint
+--- can load it.
 ---@param path string
 function folder.refuse_checkpoints(path)
   if is(path .. "/config.json", "file") or not is(path .. "/latest", "file") then return end
@@ -159,8 +159,8 @@ local function indexed(path, from)
 end
 
 --- Returns the weight files of a folder. As in Hugging Face's libraries, safetensors files take precedence over PyTorch
---- files, and a single file takes precedence over several files with an index. For a GGUF file, returns the file
---- itself.
+--- files, and a single file takes precedence over several files with an index. For a GGUF file, returns
+--- the file itself.
 ---@param path string the folder or GGUF file
 ---@return string[]
 function folder.files(path)
@@ -280,8 +280,8 @@ function folder.is_companion(name)
   return false
 end
 
---- Copies a model's companion files (tokenizer, generation settings) to a folder. Does not overwrite files in the
---- folder.
+--- Copies a model's companion files (tokenizer, generation settings) to a folder. Does not overwrite files
+--- in the folder.
 ---@param from string
 ---@param to string
 ---@param replace? boolean whether to first remove the companion files in `to`, which may belong to another model

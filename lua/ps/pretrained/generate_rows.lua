@@ -176,8 +176,8 @@ function Rows:append(ids)
   self.length = self.length + 1
 end
 
---- Replaces each row's tokens, keys and values with the tokens, keys and values of another row that continues the same
---- prompt.
+--- Replaces each row's tokens, keys and values with the tokens, keys and values of another row that continues
+--- the same prompt.
 ---@param order integer[] the index of the source row for each row, from 0
 function Rows:reorder(order)
   local same = true

@@ -88,7 +88,8 @@ local function ends(value, vocabulary)
 end
 
 -- Sets the temperature. Temperature 0 selects the likeliest token. If the script sets no sampling option, do_sample in
--- generation_config.json decides whether to sample, as in transformers. Without this file, tokens are sampled.
+-- generation_config.json decides whether to sample, as in transformers. Without this file, tokens are sampled, except
+-- in beam search.
 local function choose_temperature(chosen, given, file)
   local asked = given.temperature or given.top_k or given.top_p or given.min_p
   local sample = given.do_sample

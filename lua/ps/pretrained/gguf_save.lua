@@ -19,8 +19,8 @@ local C = native.C
 
 local gguf = {}
 
--- Maps each value of the option `type` to the type of most tensors in the file, and to llama.cpp's number for the file
--- type.
+-- Maps each value of the option `type` to the type of most tensors in the file, and to llama.cpp's number for
+-- the file type.
 local TYPES = { f32 = { "F32", 0 }, f16 = { "F16", 1 }, bf16 = { "BF16", 32 }, q8_0 = { "Q8_0", 7 },
   q4_0 = { "Q4_0", 2 }, q4_k_m = { "Q4_K", 15 }, q6_k = { "Q6_K", 18 } }
 local BLOCK = { Q8_0 = 32, Q4_0 = 32, Q5_0 = 32, Q4_K = 256, Q6_K = 256 }

@@ -107,8 +107,8 @@ function pretrained.family(family)
   return family
 end
 
--- Returns the names of all families: the registered families, and the families that have a file in psluajit's models
--- folder.
+-- Returns the names of all families: the registered families, and the families that have a file in
+-- psluajit's models folder.
 local function known_families()
   local names = {}
   for name in pairs(families) do names[name] = true end
@@ -122,8 +122,8 @@ local function known_families()
   return table.concat(caller.sorted_names(names), ", ")
 end
 
---- Returns the family of a model_type. If the family is not registered, loads models/MODEL_TYPE.lua, which registers
---- it.
+--- Returns the family of a model_type. If the family is not registered, loads models/MODEL_TYPE.lua,
+--- which registers it.
 ---@param model_type any
 ---@param where string the file that contains the model_type
 ---@return ps.pretrained.Family

@@ -47,8 +47,8 @@ Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "ro
   token_type_ids = "rows or one", position_ids = "rows or one" }
 
 -- Returns the names and shapes of all saved tensors, such as "h.0.attn.c_attn.weight" -> "96, 288". If several ranks
--- share a tensor, the shape is the whole tensor's shape. For a layer in `nf4`, the shape is the unpacked weight's
--- shape.
+-- share a tensor, the shape is the whole tensor's shape. For a layer in `nf4`, the shape is the
+-- unpacked weight's shape.
 local function layout_of(self, nf4)
   local layout, layers, scales = {}, nf4 and nf4.layers or {}, nf4 and nf4.scales or {}
   for name, tensor in pairs(self:state_dict { tied = false }) do
@@ -119,8 +119,8 @@ local function first_of(names)
 end
 
 -- Raises an error if layers of the model were replaced, because config.json would then describe tensors that do not
--- exist, and readers would initialize these tensors. Also raises an error for packed weights outside the layers in
--- `nf4`.
+-- exist, and readers would initialize these tensors. Also raises an error for packed weights outside the
+-- layers in `nf4`.
 local function check_layout(self, call, nf4)
   for _, module in self:named_modules() do
     if not (nf4 and bitsandbytes_save.can(module)) then
@@ -286,7 +286,7 @@ end
 --- Returns example arguments for a call of the model, as tensors without data. These arguments are used to compute the
 --- costs of the model's parts.
 ---@param rows integer
----@param positions integer the number of positions; if it exceeds the model's number of positions, the latter is used
+---@param positions integer the number of positions; if it exceeds the model's number, the model's number is used
 ---@return {input_ids: ps.Tensor} batch
 function Model:example(rows, positions)
   local shape = { rows, math.min(positions, self:costs().positions) }

@@ -8,8 +8,8 @@ local weights = require "ps.pretrained.weights"
 local of_files = {}
 
 -- Returns the packed type for a layer whose weight has the type `name` in the files. For an embedding with
--- double-quantized scales, returns NF4, whose scales are fp32, because the rows of an embedding are looked up one by
--- one.
+-- double-quantized scales, returns NF4, whose scales are fp32, because the rows of an embedding are looked up
+-- one by one.
 local function kind_of(module, name)
   local kind = packed.type(name)
   return kind and kind.scales and module.class_name == "Embedding" and packed.type "NF4" or kind

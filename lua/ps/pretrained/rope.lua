@@ -131,8 +131,8 @@ function rope.llama3_factors(p, theta, D)
   return list
 end
 
--- Returns the frequencies of kind longrope, and the attention factor. Frequency i is divided by element i of
--- short_factor.
+-- Returns the frequencies of kind longrope, and the attention factor. Frequency i is divided by element
+-- i of short_factor.
 local function longrope(p, D)
   local all = {}
   if #p.short_factor ~= D / 2 then

@@ -249,8 +249,8 @@ local function value_of(text)
   return value, path
 end
 
--- If a name belongs to another library and psluajit does not have it, returns a text about the name. Otherwise returns
--- nil.
+-- If a name belongs to another library and psluajit does not have it, returns a text about the name.
+-- Otherwise returns nil.
 local function foreign_text(text)
   local prefix, name = text:match "^(.-)[.:]?([^.:]+)$"
   prefix = prefix and ALIAS[prefix] == "functional" and "F" or prefix

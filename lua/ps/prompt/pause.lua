@@ -24,8 +24,8 @@ local facade, native
 ---@param ps table
 function pause.attach(ps) facade, native = ps, require "ps.core.ffi" end
 
---- Makes LuaJIT interpret the script's functions that are on the stack. LuaJIT does not compile these functions any
---- more.
+--- Makes LuaJIT interpret the script's functions that are on the stack. LuaJIT does not compile these
+--- functions any more.
 function pause.keep_exact()
   local level = 2
   while true do

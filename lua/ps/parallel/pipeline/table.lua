@@ -141,8 +141,8 @@ function Table:place(vstage)
 end
 
 --- Returns the largest number of (virtual stage, micro-batch) pairs that a rank holds at the same time. The first
---- result counts the pairs between their forward and their backward. The second result counts the pairs between I and
---- W.
+--- result counts the pairs between their forward and their backward. The second result counts the pairs between
+--- I and W.
 ---@param rank integer
 ---@return integer in_flight
 ---@return integer waiting

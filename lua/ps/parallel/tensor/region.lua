@@ -115,8 +115,8 @@ function region.all_dims(self, x)
   return x:reshape(shape)
 end
 
---- Returns this rank's rows of x. This function is called at the input of the module at which the ranks begin to share
---- rows.
+--- Returns this rank's rows of x. This function is called at the input of the module at which the ranks begin
+--- to share rows.
 ---@param x ps.Tensor [B, T, C], equal on all ranks
 ---@return ps.Tensor [B T / t, C]. With keeps_dims, it is [B / t, T, C] if t divides B, otherwise [1, B T / t, C]. If
 ---  the ranks do not share the rows, it is x itself
