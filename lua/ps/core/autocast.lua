@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.autocast: runs ops with mixed precision. Products run in a half type. Ops that need the range or precision of fp32
--- run in fp32. The lists of ops are those of PyTorch's autocast for CUDA. Parameters keep their type. core/ffi.lua
+-- run in fp32. The lists of ops are the lists of PyTorch's autocast for CUDA. Parameters keep their type. core/ffi.lua
 -- calls `cast` with the inputs of each op. The inputs of ops in backward are not cast, because a gradient has the type
 -- of its tensor.
 local native = require "ps.core.ffi"
@@ -74,8 +74,8 @@ local function converted(t, dtype)
   return rc, to[0]
 end
 
--- Returns whether a region keeps its copy of a tensor and reuses it. A region keeps the copies of parameters that
--- train, unless an engine moves the parameter's memory.
+-- Returns whether a region keeps its copy of a tensor and reuses it. A region keeps the copy of a trained parameter,
+-- unless an engine moves the parameter's memory.
 local function is_kept(t)
   return t.node == nil and t.managed == nil and t.flags % 2 == C.PS_T_REQUIRES_GRAD
 end
@@ -143,8 +143,8 @@ local function cast(op, n, ins)
   return list
 end
 
--- Replacements of linear and mlp within a region. They add the residual to the product in a separate op, so that the
--- residual keeps its type.
+-- These functions replace ops.linear and ops.mlp within a region. They add the residual to the product in a separate
+-- op, so that the residual keeps its type.
 local ops = native.ops
 local fused  -- ops.linear and ops.mlp as they are outside of regions; nil before the first region
 local apart = {}
@@ -181,8 +181,8 @@ local TYPES = { bf16 = true, fp16 = true, fp32 = true }
 
 --- Runs fn(...) with mixed precision, like PyTorch's autocast on CUDA, but on every device. Products (F.linear, matmul,
 --- convolutions, attention) convert their inputs to `dtype`. Softmax, norms, losses, sums, exp, log and pow convert
---- fp16 and bf16 inputs to fp32. Other ops run in the type of their inputs. Parameters keep their type, and each is
---- converted once per region. Gradients have the type of their parameter. Call backward after the region.
+--- fp16 and bf16 inputs to fp32. Other ops run in the type of their inputs. Parameters keep their type. Each parameter
+--- is converted once per region. Gradients have the type of their parameter. Call backward after the region.
 ---@param dtype "bf16"|"fp16"|"fp32" dtype of products; "fp32" turns conversions off, also within an outer region
 ---@param fn function
 ---@param ... any arguments of fn
@@ -203,8 +203,8 @@ end
 ---@return "bf16"|"fp16"|nil
 function autocast.dtype() return region and region.dtype and native.dtype_name[region.dtype] or nil end
 
---- Returns its arguments. If a region is active, fp16 and bf16 tensors among them are converted to fp32. Functions that
---- consist of several ops call this if PyTorch runs them in fp32.
+--- Returns its arguments. If a region is active, arguments that are fp16 or bf16 tensors are converted to fp32. A
+--- function that consists of several ops calls `full` if PyTorch runs the function in fp32.
 ---@param ... ps.Tensor|any
 ---@return any ...
 function autocast.full(...)
@@ -221,8 +221,8 @@ end
 
 -- Runs a recomputed function in a region with the settings of its first run. The second run makes new copies, because
 -- the walk may have passed the nodes of the first run's copies. `last` is the state that state() returned last.
--- scope.lua calls state() just before it restores the state of the first run, so `last` is then the state of the second
--- run's caller.
+-- scope.lua calls state() just before it restores the state of the first run. At that time, `last` is the state of the
+-- second run's caller.
 local segments, last = {}, nil
 autocast.segments = segments  -- kept alive here, because scope.carry_state refers to it weakly
 function segments:state()

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The names that comms_logger.prof_ops accepts, which are those of torch.distributed and DeepSpeed. Each name selects a
--- list of calls. The list has the names of these calls in the record of events (docs/profiling.md).
+-- The names that comms_logger.prof_ops accepts. They are names of torch.distributed and DeepSpeed. Each name selects a
+-- list of calls. The list contains the names that these calls have in the record of events (docs/profiling.md).
 local names = {
   all_reduce = { "all_reduce", "all-reduction of chunks" },
   reduce_scatter = { "reduce_scatter", "reduction of chunks", "reduction in a row layer",

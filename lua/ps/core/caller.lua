@@ -94,8 +94,8 @@ local function each_name(object, fn)
   end
 end
 
--- Completes an error about a field or method that is nil. If an object in the script's innermost function has a similar
--- name, returns a text such as "; did you mean self.fc1?". Otherwise returns "".
+-- Returns the end of an error about a field or method that is nil. If an object in the script's innermost function has
+-- a similar name, the end is a text such as "; did you mean self.fc1?". Otherwise it is "".
 local function similar_field(message)
   local way, name = message:match "^attempt to [%a ]- (%a+) '([%w_]+)' %(a nil value%)"
   if way ~= "field" and way ~= "method" or message:find("; did you mean", 1, true) then return "" end
@@ -123,9 +123,9 @@ local function similar_field(message)
   return found or ""
 end
 
---- Corrects an error message. If it begins with a position in psluajit's files, the script's position replaces that
---- position. If it is about a misspelt field, a suggestion is added. Other values are returned unchanged. Only error
---- handlers may call this function, because the frames of the error must still exist.
+--- Corrects an error message. If the message begins with a position in psluajit's files, the script's position replaces
+--- that position. If the message is about a misspelt field, a suggestion is added. Other values are returned unchanged.
+--- Only error handlers may call this function, because the frames of the error must still exist.
 ---@param message any
 ---@return any
 function caller.at(message)
@@ -247,7 +247,7 @@ local function sorted_names(keys)
 end
 caller.sorted_names = sorted_names
 
--- The names of options in PyTorch and transformers. The value is the option that means the same here.
+-- The keys are names of options in PyTorch and transformers. The values are the options of psluajit that mean the same.
 local MEANT = { torch_dtype = "dtype", attn_mask = "mask", init_scale = "scale" }
 
 -- Returns the text about an unknown option, such as "no option 'casual'; did you mean 'causal'? (there are causal,
@@ -291,7 +291,8 @@ function caller.options(options, call, keys)
   return options
 end
 
---- How each public function is called, such as "t:sum". The keys are the functions. ps.core.exact fills the table.
+--- The text of a call of each public function, such as "t:sum". The keys are the functions. ps.core.exact fills the
+--- table.
 ---@type table<function, string>
 caller.calls = setmetatable({}, { __mode = "k" })
 
@@ -330,7 +331,7 @@ function caller.no_self(call)
   raise(("%s is a method, which is called with a colon: write %s(...), not with a dot"):format(call, call))
 end
 
---- Returns the value that a table has for a word. An unknown word is an error that names the nearest known word.
+--- Returns the value of a word in the table `words`. An unknown word is an error that names the nearest known word.
 ---@param value any
 ---@param words table<string, any>
 ---@param what string what the word is for, such as "F.gelu: approximate"

@@ -2,7 +2,7 @@
 -- Controls when Lua's garbage collector runs. Each function of this file is for one occasion. The memory of small
 -- tensors and of tensor headers becomes free only when the collector runs. If LuaJIT decided when to collect, the
 -- collector would run at different times in each run, and the memory peaks would differ. core/ffi.lua runs every full
--- collection. It also collects when tensors have grown and when memory is short.
+-- collection. It also collects when the memory of tensors has grown and when memory is short.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -10,11 +10,11 @@ local C = native.C
 
 local collector = {}
 
--- The number of forwards between two collections in the first step of a planned script. By default the collector would
--- run about as often. An engine's dry run uses PS_UNCOLLECTED instead.
+-- The number of forwards between two collections in the first step of a planned script. With Lua's default settings,
+-- the collector would run about as often. An engine's dry run uses PS_UNCOLLECTED instead.
 local UNCOLLECTED = 32
 
---- Collects after the creation of a model, its layout or one of its blocks, to free temporary tensors.
+--- Collects after a model, a model's layout or one of a model's blocks has been created, to free temporary tensors.
 function collector.after_making() native.collect() end
 
 --- Collects after a call has failed, to free the call's tensors and recorded ops.

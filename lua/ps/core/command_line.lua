@@ -11,7 +11,7 @@ local writable = require "ps.core.writable"
 
 local command_line = {}
 
-local MOST = 2 ^ 53                -- a double represents every whole number up to this one
+local MOST = 2 ^ 53                -- a double represents every whole number up to this number
 
 -- Parses decimal numbers such as 480, 2.5, 5e3 and -1. Returns nil for any other text.
 local function decimal(text)

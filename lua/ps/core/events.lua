@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads the record of events. Returns the events ordered by their begin, and the names of their numeric fields.
+-- Reads the record of events. Sorts the events by the time when they begin, and finds the names of their numeric
+-- fields.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local ffi, C = native.ffi, native.C
@@ -18,8 +19,8 @@ events.waits = { [C.PS_WAIT_COPY] = "copy", [C.PS_WAIT_COLLECTIVE] = "collective
 events.chunks = { [C.PS_CHUNK_ALLOCATE] = "allocate", [C.PS_CHUNK_MOVE] = "move", [C.PS_CHUNK_RELEASE] = "release",
   [C.PS_CHUNK_THERE] = "there" }
 
---- Returns a copy of the recorded events and their order by begin. If two events begin at the same time, the longer one
---- is first.
+--- Returns a copy of the recorded events, and their order by the time when they begin. If two events begin at the same
+--- time, the longer event is first.
 ---@return ffi.cdata* list ps_record_event[n]
 ---@return integer n
 ---@return integer[] order indices into the list, from 0

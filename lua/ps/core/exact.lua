@@ -115,7 +115,7 @@ function exact.set_to_none(value, call)
   if value == false then caller.error(call .. ": set_to_none is false; gradients are always dropped, not set to 0") end
 end
 
---- Returns a table that has the functions of another table. exact.of wraps each function at its first use.
+--- Returns a table with the functions of the table t. exact.of wraps each function when the function is first used.
 ---@param t table<any, any>
 ---@param prefix string "t:"
 ---@param method? boolean

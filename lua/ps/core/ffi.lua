@@ -21,7 +21,8 @@ require("jit.opt").start("loopunroll=60", "maxrecord=12000", "maxirconst=4000", 
 
 -- Stops the collector while LuaJIT records a trace. If the collector ran a finalizer, the recording would end. Each
 -- tensor has a finalizer, so a loop that makes tensors would be compiled only by chance. LuaJIT calls only one function
--- per event. If another function was attached before, such as that of `psluajit -jv`, this function calls it.
+-- per event. If another function was attached to the event earlier (the function of `psluajit -jv`, for example), this
+-- function calls the other function.
 do
   local stopped, earlier, before = false, nil, {}
   local function on_trace(event, ...)
@@ -50,13 +51,13 @@ end
 ---@class ps.Error
 ---@field code integer PS_E* code, negative
 ---@field name string "EINVAL", "ENOMEM", ...
----@field msg string what failed, where, the wrong amount and the remedy
+---@field msg string what failed, where it failed, which amount was wrong, and what to do
 ---@field op string|nil name of the op that was running
 ---@field where string file and line in the engine's C code
 ---@field sub string|nil name of the specific error, for programs ("OP_CHUNKS", for example: src/base/errors.def)
 ---@field tier string|nil tier that had too little room: "device", "host" or "disk"
 ---@field wanted integer|nil number of bytes that were needed at once
----@field left integer|nil number of bytes available for them; below 0 if other memory alone exceeds the tier
+---@field left integer|nil number of bytes that were available; below 0 if other memory alone exceeds the tier
 ---@field lacking integer|nil wanted - left, at least 0
 ---@field holders ps.Holder[]|nil the largest tensors when memory ran out (ps/memory/holders.lua)
 ---@field rank integer|nil rank that caused the error
@@ -92,7 +93,7 @@ function M.raise(rc)
   if d.wanted >= 0 then
     err.wanted, err.left = tonumber(d.wanted), tonumber(d.left)
     err.lacking = math.max(0, err.wanted - err.left)
-  elseif rc == M.C.PS_ENOMEM then                          -- the system's memory ran out, not a tier
+  elseif rc == M.C.PS_ENOMEM then                          -- the memory of the system ran out, not the budget of a tier
     err.msg = ("%s (%s%s)"):format(err.msg, err.op and "op " .. err.op .. ", " or "", err.where)
   end
   local tier = d.tier                      -- read first, since the next call may fail and overwrite the detail
@@ -152,9 +153,9 @@ end
 ---@return boolean released whether a listener released some memory
 function M.give_room() return hooks.ask "memory" or false end
 
--- A collection takes about half a millisecond per MiB of Lua's own memory. In that time, ops write many times as many
--- bytes. If a script has large tables, a collection is due only after more bytes of tensors, but at the latest after
--- MOST bytes.
+-- A collection takes about half a millisecond per MiB of Lua's own memory. In half a millisecond, ops write many MiB.
+-- If a script has large tables, a collection is due only after the memory of tensors has grown by more bytes, but at
+-- the latest after it has grown by MOST bytes.
 local LEAST, MOST, PER_BYTE = 2 ^ 24, 2 ^ 28, 8
 
 --- Runs a full collection. Every full collection of the library calls this function. A stopped collector remains
@@ -168,7 +169,7 @@ end
 local collect = M.collect
 
 --- Calls fn(...). If memory runs out, collects Lua's garbage and tries again. If memory runs out again, asks listeners
---- to release memory, and tries once more if a listener released some.
+--- to release memory, and tries once more if a listener has released memory.
 ---@param fn fun(...): integer
 ---@return integer
 function M.retry(fn, ...)
@@ -188,8 +189,9 @@ function M.collect_if_due()
   if C.ps_collect_due(ctx) ~= 0 then collect() end
 end
 
---- Collects at the end of a step, or of an iteration of a script's loop, if the memory of tensors has grown by at least
---- a few MiB since the last collection. The next iteration then has as much memory as this one.
+--- Collects at the end of a step, or at the end of an iteration of a script's loop. Collects only if the memory of
+--- tensors has grown by at least a few MiB since the last collection. The next iteration then has as much memory as
+--- this iteration.
 function M.collect_turn()
   local least = math.max(2 ^ 22, collectgarbage "count" * 1024 * 2)
   if tonumber(C.ps_collect_waiting(ctx)) >= least then collect() end
@@ -204,7 +206,7 @@ local function let_go(held)
 end
 
 --- Collects garbage and repeats an op that ran out of memory. The wrappers of ops end in tail calls, so Lua may hold no
---- reference to the inputs any more. The inputs therefore get a reference each while the collector runs.
+--- reference to the inputs any more. This function therefore holds a reference to each input while the collector runs.
 local function apply_again(op, n_in, ins, attrs, nbytes, held)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
   collect()

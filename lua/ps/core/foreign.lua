@@ -61,7 +61,7 @@ local homes, ORDER = {}, { "ps", "F", "t", "nn", "optim", "sched" }
 
 local function form_of(place) return place == "nn" and "ps.nn.%s" or WHOLE[place] end
 
---- Registers a table of names. An error about a missing name can then suggest one of them.
+--- Registers a table of names. An error about a missing name can then suggest a name of this table.
 ---@param place string "t", "ps", or X for a table ps.X
 ---@param has fun(name: string): boolean
 ---@param names fun(): string[]

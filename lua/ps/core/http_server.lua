@@ -7,7 +7,7 @@ local http_server = {}
 
 ffi.cdef "int getsockopt(int socket, int level, int name, void *value, unsigned *nbytes);"
 local IPPROTO_TCP, TCP_INFO, ESTABLISHED = 6, 11, 1
-local MOST_DISCARDED, DISCARD_S = 2 ^ 24, 5                -- limits of a discarded body: bytes and seconds
+local MOST_DISCARDED, DISCARD_S = 2 ^ 24, 5                -- limits for discarding a body: bytes, seconds
 local info, nbytes = ffi.new "uint8_t[256]", ffi.new "unsigned[1]"
 
 --- Ends the process if an error that was caught is Ctrl-C.
@@ -54,8 +54,9 @@ function http_server.drop(stream)
   stream:set_state "closed"                                -- so that stream:shutdown() reads no body
 end
 
--- Makes stream:shutdown() stop if the client closed the connection in the middle of the body. shutdown() calls step
--- until the body is read. Without this change it would loop forever, because each step would read nothing.
+-- Makes stream:shutdown() stop if the client closed the connection in the middle of the body. shutdown() calls step()
+-- until the body is read. Without this change shutdown() would loop forever, because each call of step() would read
+-- nothing.
 local function end_without_progress(stream)
   if stream.connection.version >= 2 then return end
   local step = stream.step
@@ -104,9 +105,8 @@ local function fail_at_end(connections)
   end
 end
 
--- Makes HTTP/2 connections wait for frames after each write. lua-http waits for the events that
--- cqueues remembers from the last call. After a successful write there are no such events, so nothing would wake the
--- connection.
+-- Makes HTTP/2 connections wait for frames after each write. lua-http waits for the events that cqueues remembers from
+-- the last call. After a successful write there are no such events, so nothing would wake the connection.
 local function wait_after_writes(connections)
   local events = connections.events
   function connections:events()
@@ -128,8 +128,8 @@ local function wait_during_answers(connections, active)
 end
 
 -- Makes lua-http ignore data for an HTTP/2 stream that has been reset, as RFC 9113, section 5.1, demands. The client
--- sent such data before it received the reset. lua-http would close the connection instead. The data still counts for
--- the connection's window.
+-- sent such data before it received the reset. Without this change lua-http would close the connection. The data still
+-- counts for the connection's window.
 local function ignore_data_after_reset(handlers, DATA)
   local on_data = handlers[DATA]
   handlers[DATA] = function(stream, flags, payload, deadline)
@@ -168,9 +168,9 @@ function http_server.mend()
   encode_without_table()
 end
 
---- Returns a function for lua-http's option `onstream`. It calls fn(stream, headers) for each request. A request ends
---- without a reply if its Content-Length is not a number of up to 15 digits, or if its Transfer-Encoding is empty. For
---- such a request lua-http would loop forever or raise an error in the server's loop.
+--- Returns a function for lua-http's option `onstream`. The returned function calls fn(stream, headers) for each
+--- request. A request ends without a reply if its Content-Length is not a number of up to 15 digits, or if its
+--- Transfer-Encoding is empty. For such a request lua-http would loop forever or raise an error in the server's loop.
 ---@param fn fun(stream: table, headers: table)
 ---@return fun(server: table, stream: table)
 function http_server.onstream(fn)
@@ -189,8 +189,8 @@ function http_server.onstream(fn)
   end
 end
 
---- Runs a server until the process ends. If an error is raised outside of `onstream`, only its connection ends, not the
---- server.
+--- Runs a server until the process ends. If a connection raises an error outside of `onstream`, only this connection
+--- ends, and the server continues.
 ---@param server table a server of lua-http that listens
 ---@param who string the program's name, for notes on stderr
 function http_server.loop(server, who)

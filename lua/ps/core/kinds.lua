@@ -7,8 +7,8 @@ local ffi, C = native.ffi, native.C
 local kinds = {}
 
 local PAGE = 4096                       -- chunk sizes are multiples of this number of bytes
--- Tensors begin at an offset only if the elements of their chunk have at least this size in bytes. In a smaller chunk
--- the offset would waste memory.
+-- Tensors begin at an offset only if the elements of their chunk have at least this total size in bytes. In a smaller
+-- chunk the offset would waste memory.
 local SHIFTED_FROM = 2 ^ 20
 local function size_of(dtype) return tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
@@ -22,13 +22,13 @@ end
 -- The offset of each kind, in units of PS_KIND_SHIFT. States that never exist at the same time may share an offset.
 local PLACE = { param = 0, param_fp32 = 1, grad = 4 }
 local PLACE_OF_STATE = { 2, 3, 5, 6, 7, 8 }
-local ALIKE = 3  -- the size of each fp32 chunk of masters or states has room for at least this offset
+local ALIKE = 3  -- each fp32 chunk of masters or states has room for at least this offset
 local LAST = PLACE_OF_STATE[#PLACE_OF_STATE]
 
 --- Adds a kind of chunks for an optimizer state, unless the kind exists.
 ---@param name string
 ---@param place integer index among the states of its optimizer, from 1
----@param instead? string the kind that the new kind replaces; the new kind gets its offset
+---@param instead? string the kind that the new kind replaces; the new kind gets the offset of the replaced kind
 function kinds.add_state(name, place, instead)
   if kinds.number[name] then return end
   local number = C.ps_kind_state(name)
@@ -59,7 +59,8 @@ end
 function kinds.start(kind, numel, dtype) return start_at(PLACE[kind], numel, dtype) end
 
 --- Returns the size in bytes of a chunk. The chunk has the given kind and holds `numel` elements of a type. Chunks of
---- masters and of the first two fp32 states have the same size, so that each can reuse the memory of another.
+--- masters and of the first two fp32 states have the same size. Each such chunk can therefore reuse the memory of
+--- another such chunk.
 ---@param kind string
 ---@param numel integer
 ---@param dtype string

@@ -6,8 +6,8 @@ local lfs = require "lfs"
 
 local leftovers = {}
 
--- A process on another machine may share the folder. Its temporary file counts as in use if it was written to in the
--- last WRITING_S seconds.
+-- A process on another machine may share the folder. A temporary file of that process counts as in use if it was
+-- written to in the last WRITING_S seconds.
 local WRITING_S = 60
 
 --- Removes the temporary files of processes that no longer exist.
@@ -28,7 +28,7 @@ end
 
 local target = native.ffi.new "char[4096]"
 
---- Removes the temporary files of one file, which killed processes left while they wrote it. If the path is a link, the
+--- Removes the temporary files that killed processes left while they wrote the file `path`. If the path is a link, the
 --- temporary files are next to the file that the link leads to.
 ---@param path string the file
 function leftovers.of(path)

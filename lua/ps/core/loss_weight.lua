@@ -2,12 +2,12 @@
 -- Finds the weight of a loss. The weight is the divisor of the loss's mean. The engine averages the losses of
 -- micro-batches, ranks and evaluation batches with these weights.
 -- The loss functions (F.cross_entropy, F.lm_loss, F.nll_loss, and nn.ParallelLMHead's function) note the weight of
--- their targets, which takes ignore_index and class weights into account. A script may scale noted losses, or add
--- losses of equal weight. The result has the weight of these losses, and the tape records which ops made it. A loss
+-- their targets. This weight takes ignore_index and class weights into account. A script may scale noted losses, or add
+-- losses of equal weight. The result has the weight of these losses. The tape records which ops made the result. A loss
 -- that combines losses of different weights has no weight.
 --
 -- A note also has the hits of a loss. A hit is a target whose logit is the largest of its row. If several logits are
--- equal, the first one counts as the largest. The ops count hits only while a user of loss_weight.watch reads them.
+-- equal, the first one counts as the largest. The ops count hits only while a user of loss_weight.watch reads hits.
 --
 -- A note stores the index of the op that made the loss. It does not store the loss itself, which may be collected
 -- before backward. A note holds only numbers and host tensors of labels, and never a loss with a history, so it keeps
@@ -40,7 +40,7 @@ local notes = {}
 local watching, muted = 0, 0        -- number of users of weights; nesting depth of code whose losses are not noted
 local scoring = 0                   -- number of users that read hits
 ---@type ps.Tensor[]|false
-local inner = false                 -- hits of the losses made within loss_weight.as; false outside of it
+local inner = false                 -- hits of the losses made within loss_weight.as; false outside of loss_weight.as
 local pairs_of_batch = {}  -- integer tensors of the current batch: { tensor on the device, tensor on the host }
 
 --- Begins to note losses for a user: an engine, ps.train.run or ps.train.evaluate.
@@ -65,8 +65,8 @@ local function add_pairs(list, there, here, depth)
   end
 end
 
---- Begins a batch. If the script has the model's targets on the host, they are counted there, so that the host need not
---- wait for a device.
+--- Begins a batch. If the script has the model's targets on the host, the targets are counted on the host. The host
+--- then need not wait for a device.
 ---@param given any[] the model's arguments as the script passed them, and their number n
 ---@param args any[] the model's arguments on the device
 function loss_weight.begin(given, args)
@@ -92,9 +92,9 @@ local function given_as(target)
   end
 end
 
---- Records that two tensors have the same targets that count. Their order and the number of -100 values may differ. A
---- model that packs its labels calls this function. If the script has `target` on the host, the targets are counted
---- there.
+--- Records that two tensors have the same targets that count. The order of these targets and the number of targets of
+--- -100 may differ. A model that packs its labels calls this function. If the script has `target` on the host, the
+--- targets are counted on the host.
 ---@param packed ps.Tensor
 ---@param target ps.Tensor
 function loss_weight.stands_for(packed, target)
@@ -237,7 +237,7 @@ local function notes_in(loss)
 end
 
 --- Returns the weight of a loss. The recorded ops of the loss determine it. A loss without history has the weight of
---- the losses noted since loss_weight.begin. If ops made the targets on a device, the host waits for them.
+--- the losses noted since loss_weight.begin. If ops made the targets on a device, the host waits for the device.
 ---@param loss ps.Tensor
 ---@return ps.Targets? weight nil if the loss was made from no noted loss
 function loss_weight.of(loss)
@@ -255,8 +255,9 @@ function loss_weight.of(loss)
   return found
 end
 
---- Returns the hits of a loss, as the loss's ops counted them. A hit is a target whose logit is the largest of its row,
---- or the first of several equal ones. The host waits for the device that counted the hits.
+--- Returns the hits of a loss, as the loss's ops counted them. A hit is a target whose logit is the largest of its row.
+--- If several logits are equal, the first one counts as the largest. The host waits for the device that counted the
+--- hits.
 ---@param loss ps.Tensor
 ---@return number? hits nil if no op of the loss counted them
 ---@return number? targets number of targets that count

@@ -21,8 +21,8 @@ function lost.total(path, found, place)
     code_point(found), place)
 end
 
---- Prints a note if the last text of a tokenizer contained such characters. Callers call this function until it has
---- printed a note, so each tokenizer gets at most one note.
+--- Prints a note if the last text of a tokenizer contained characters that the vocabulary cannot spell. Callers call
+--- this function until it has printed a note, so each tokenizer gets at most one note.
 ---@param tokenizer ps.TextTokenizer
 ---@param place string where the text is from, such as "a conversation"
 function lost.tell(tokenizer, place)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Finds the known word closest to a misspelt one, by edit distance.
+-- Finds the known word closest to a misspelt word, by edit distance.
 local nearest = {}
 
 --- Returns the number of edits that turn one word into the other, ignoring case. An edit is an insertion, deletion or

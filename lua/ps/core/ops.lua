@@ -5,7 +5,8 @@
 -- line numbers of the generated file.
 local path = require "ps.ops_generated"
 
--- Declares the names that the generated lines use. They are on one line, which is compiled before an op's lines.
+-- Declares the names that the generated lines use. All declarations are on one line, which is compiled before an op's
+-- lines.
 local NAMES = "local ops, ffi, C, apply, error, tensor, number, more, ins = ... local type_of = type "
 local BEGIN, END = "\ndo -- op ", "\nend end\n"
 

@@ -5,8 +5,8 @@ local nearest = require "ps.core.nearest"
 
 local option_names = {}
 
--- Names in other programs, and the options of psluajit's programs that mean the same. The first option in the list that
--- the program has is suggested.
+-- Names in other programs, and the options of psluajit's programs that mean the same. If the program has several
+-- options of a list, the first is suggested.
 local MEANINGS = {
   ["max-new-tokens"] = { "max-new" }, ["max-tokens"] = { "max-new" }, ["n-predict"] = { "max-new" },
   ["max-length"] = { "seq", "max-new" }, ["max-seq-length"] = { "seq" }, ["max-seq-len"] = { "seq" },

@@ -16,7 +16,7 @@ function rectangles.numel(shape)
   return n
 end
 
---- Returns the offset of a rectangle that is a whole tensor. All its coordinates are 0.
+--- Returns the offset of a rectangle that is a whole tensor of the given shape. All coordinates of the offset are 0.
 ---@param shape integer[]
 ---@return integer[]
 function rectangles.zeros(shape)

@@ -29,9 +29,10 @@ end
 -- The entries at which C stops a backward walk, by C's id. An entry is a recompute segment (below), a function of the
 -- script (autograd/function.lua), or the hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) runs the
 -- entry.
---   args: the arguments of a segment. Tensors among them are bare references, which this file releases. Each of them
---         holds the previous segment, so Lua's collector would free only one segment of a chain per cycle.
---   leaf: the tensor that has the hooks. It is not a reference. C reports when the tensor is freed.
+--   args: the arguments of a segment. Tensors among them are bare references, which this file releases. Each of these
+--         tensors holds the previous segment. If Lua's collector released the tensors, it would free only one segment
+--         of a chain per cycle.
+--   leaf: the tensor that has the hooks. The entry holds no reference to it. C reports when the tensor is freed.
 ---@type table<integer, {resume: fun(entry: table, number: integer, factor?: number), args?: any[],
 ---  reads_engine?: boolean, leaf?: ffi.cdata*}>
 local waiting = {}
@@ -253,8 +254,8 @@ local function leave() M.segment = M.segment.outer end
 
 local carried = setmetatable({}, { __mode = "k" })   -- objects whose state is restored for a segment's second run
 
---- Registers an object whose state affects recomputed functions. When a segment first runs, it stores state(). Before
---- its second run, it calls restore(state).
+--- Registers an object whose state affects recomputed functions. The first run of a segment stores object:state().
+--- Before the second run, object:restore(state) is called with the stored state.
 ---@param object {state: fun(self: table): table, restore: fun(self: table, state: table)}
 function M.carry_state(object) carried[object] = true end
 
@@ -367,8 +368,8 @@ function M.passed(id) if not keeps then forget(id) end end
 
 --- Runs the entry at which a walk has stopped.
 ---@param id integer
----@param factor? number the factor by which an engine multiplies the gradients of the walk: they are the loss's
---- gradients times the factor. nil if the walk belongs to no engine
+---@param factor? number the factor by which an engine multiplies the gradients of the walk. Each gradient is the
+--- gradient of the loss times the factor. nil if the walk belongs to no engine
 function M.resume(id, factor)
   local entry = waiting[id]
   if entry then return entry.resume(entry, id, factor) end
@@ -413,7 +414,7 @@ function M.walk_back(t, gradient, factor)
   walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out), factor)
 end
 
---- Walks backward from chosen tensors to chosen tensors (ps_backward_for).
+--- Walks backward from the tensors `roots` to the tensors `to` (ps_backward_for).
 ---@param roots ps.Tensor[]
 ---@param gradients table<integer, ps.Tensor> gradients of roots, by index
 ---@param keep boolean whether to keep the graph for another walk
@@ -450,8 +451,9 @@ function M.backward_options(options, call, more)
   return options
 end
 
---- Computes the gradients of the leaves that t was computed from. Adds them to the gradients that the leaves already
---- have. If t is the loss of a micro-batch of ps.initialize's model, its weight is applied as in model:backward.
+--- Computes the gradients of the leaves that t was computed from. Adds these gradients to the gradients that the leaves
+--- already have. If t is the loss of a micro-batch of ps.initialize's model, the weight of the loss is applied as in
+--- model:backward.
 ---@param t ps.Tensor of one element, unless gradient is passed
 ---@param gradient? ps.Tensor|{retain_graph?: boolean} gradient of t's shape, or the options
 ---@param options? {retain_graph?: boolean} retain_graph: keep the graph for another backward

@@ -56,7 +56,7 @@ end
 --- The largest number up to which doubles represent every whole number. Doubles are the numbers of JSON and Lua.
 types.MOST = 2 ^ 53 - 1
 
---- Largest number of micro-batches in an optimizer step. A step is planned as a whole, so each micro-batch makes its
+--- Largest number of micro-batches in an optimizer step. A step is planned as a whole, so each micro-batch makes the
 --- plan longer.
 types.MICRO_BATCHES = 4096
 

@@ -8,7 +8,7 @@ local readable = require "ps.core.readable"
 
 local writable = {}
 
-local LEAST = 65536  -- least number of free bytes; a disk with fewer counts as full
+local LEAST = 65536  -- least number of free bytes; a disk with fewer free bytes counts as full
 
 -- Returns the reason why no file can be created in a folder, or nil.
 local function closed(path)
@@ -21,8 +21,8 @@ end
 
 local function above(path) return path:match "^(.*[^/])/+[^/]+$" or (path:sub(1, 1) == "/" and "/" or ".") end
 
---- Returns the reason why files cannot be written into a folder. Returns nil if they can. The folder need not exist
---- yet.
+--- Returns the reason why files cannot be written into a folder, or nil if they can be written. The folder need not
+--- exist yet.
 ---@param path string
 ---@return string? problem
 function writable.folder(path)
@@ -43,8 +43,8 @@ function writable.folder(path)
     at ~= path and at .. ": " or "", why)
 end
 
---- Returns the reason why a file cannot be written. Returns nil if it can. An existing file counts as writable if it
---- can be replaced.
+--- Returns the reason why a file cannot be written, or nil if it can be written. An existing file counts as writable if
+--- it can be replaced.
 ---@param path string
 ---@return string? problem
 function writable.file(path)
