@@ -24,8 +24,9 @@ local MultiheadAttention = nn_module.class("MultiheadAttention")
 local OPTIONS = { dropout = "number", bias = "boolean", kdim = "whole", vdim = "whole", batch_first = "boolean",
   dtype = "string", device = "string" }
 
---- Creates attention with E / heads columns per head. Weights are initialised as in PyTorch: Xavier uniform, out_proj
---- like nn.Linear, and biases 0.
+--- Creates attention with E / heads columns per head. Parameters are initialised as in PyTorch. The weights of queries,
+--- keys and values are Xavier uniform. The weight of out_proj is initialised like the weight of nn.Linear. Biases are
+--- 0.
 ---@param width integer E, the width of queries and of the result
 ---@param heads integer number of heads, which must divide E
 ---@param options? {dropout?: number, bias?: boolean, kdim?: integer, vdim?: integer, batch_first?: boolean, dtype?:
@@ -88,8 +89,8 @@ end
 
 local function shown(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
--- Returns a mask that the script passed, or nil if it passed none. Raises an error unless the mask is a bool or float
--- tensor.
+-- Returns a mask that the script passed, or nil if the script passed no mask. Raises an error unless the mask is a bool
+-- or float tensor.
 local function given_mask(mask, name)
   if caller.tensor(mask, "nn.MultiheadAttention", name) == nil then return nil end
   if mask.dtype_ ~= C.PS_BOOL and not mask:is_float() then
@@ -136,8 +137,8 @@ local function both(a, b, dtype)
   return floats(a) + floats(b)
 end
 
--- Appends keys and values, each [B, H, S, D], to a cache. Returns all keys and values of the cache. Without new keys,
--- only returns the cache's contents.
+-- Appends keys and values, each [B, H, S, D], to a cache. Returns all keys and values of the cache. If `k` is nil,
+-- appends nothing.
 local function cached(cache, k, v)
   if k ~= nil then
     if cache.key ~= nil then
@@ -157,7 +158,7 @@ end
 local FORWARD = { key_padding_mask = "tensor", need_weights = "boolean", attn_mask = "tensor",
   average_attn_weights = "boolean", is_causal = "boolean", cache = "table" }
 
---- For each query, returns the sum of the values, weighted by the query's attention to their keys.
+--- For each query, returns the sum of all values. Each value is multiplied by the query's attention weight for its key.
 ---@param query ps.Tensor [T, B, E], or [B, T, E] with batch_first, or [T, E] without a batch
 ---@param key? ps.Tensor [S, B, kdim], or [B, S, kdim] with batch_first; if it is nil, only the keys in the cache are
 --- used
@@ -167,7 +168,7 @@ local FORWARD = { key_padding_mask = "tensor", need_weights = "boolean", attn_ma
 --- bool or float tensors. In a bool mask, true hides a key. A float mask is added to the scores and may require a
 --- gradient. need_weights: return the weights as the second result (default true). average_attn_weights: average the
 --- weights over heads (default true). is_causal: query i sees the keys up to i + S - T. cache: a table that is empty at
---- first; each call appends its keys and values to it, and queries see all keys in it
+--- first; each call appends its keys and values to the table, and queries see all keys in the table
 ---@return ps.Tensor output of query's shape
 ---@return ps.Tensor? weights [B, T, S], or [B, heads, T, S] with average_attn_weights = false, or [T, S] without a
 ---  batch

@@ -20,8 +20,8 @@ local exports = {}
 
 -- -- steps ------------------------------------------------------------------------------------------------------------
 local STATISTICS = { "running_mean", "running_var", "num_batches_tracked" }
--- The state of a layer in its engine's step: true until its statistics are updated, then the copies of the statistics
--- from before the step.
+-- The state of a layer in its engine's step. The state is true until the layer's statistics are updated. Afterwards it
+-- is a table with copies of the statistics from before the step.
 local in_step = setmetatable({}, { __mode = "k" })
 local layers = setmetatable({}, { __mode = "k" })                -- layers that have running statistics
 
@@ -33,7 +33,7 @@ local function layers_in(model)
   return list
 end
 
--- Saves the statistics from before the step. Does so only once per step.
+-- Saves the statistics from before the step, once per step.
 local function keep_statistics(layer)
   if in_step[layer] ~= true then return end
   local copies = layer.kept or {}
@@ -111,8 +111,8 @@ local function check_input(self, x)
   end
 end
 
--- Counts a forward in training. Returns the weight that the batch's statistics get when they are averaged into the
--- running statistics.
+-- Counts a forward in training. Returns the weight with which the batch's statistics are averaged into the running
+-- statistics.
 local function count_batch(self)
   keep_statistics(self)
   local n = self.num_batches_tracked
@@ -153,9 +153,9 @@ BatchNorm1d.unscoped, BatchNorm1d.dims, BatchNorm1d.takes = true, { [2] = true, 
 --- nn.SyncBatchNorm uses the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
---- string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
---- (PyTorch's None); affine = false: without weight and bias; track_running_stats = false: always uses the batch's
---- statistics
+--- string, device?: string} eps (default 1e-5); momentum (default 0.1; if it is false, the running statistics are the
+--- mean over all batches, like PyTorch's None); affine = false: without weight and bias; track_running_stats = false:
+--- always uses the batch's statistics
 function BatchNorm1d:init(num_features, options) init(self, num_features, options) end
 exports.BatchNorm1d = BatchNorm1d
 
@@ -168,9 +168,9 @@ BatchNorm2d.unscoped, BatchNorm2d.dims, BatchNorm2d.takes = true, { [4] = true }
 --- nn.SyncBatchNorm uses the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
---- string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
---- (PyTorch's None); affine = false: without weight and bias; track_running_stats = false: always uses the batch's
---- statistics
+--- string, device?: string} eps (default 1e-5); momentum (default 0.1; if it is false, the running statistics are the
+--- mean over all batches, like PyTorch's None); affine = false: without weight and bias; track_running_stats = false:
+--- always uses the batch's statistics
 function BatchNorm2d:init(num_features, options) init(self, num_features, options) end
 exports.BatchNorm2d = BatchNorm2d
 
@@ -182,14 +182,15 @@ SyncBatchNorm.dims[1] = nil
 SyncBatchNorm.unscoped = false
 
 --- Normalises like nn.BatchNorm1d and nn.BatchNorm2d, but with statistics over the batches of all data-parallel ranks.
---- All ranks have the same running statistics. With one rank, results equal those of nn.BatchNorm1d and nn.BatchNorm2d.
+--- All ranks have the same running statistics. With one rank, the results equal the results of nn.BatchNorm1d and
+--- nn.BatchNorm2d.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
 --- string, device?: string} the options of nn.BatchNorm2d
 function SyncBatchNorm:init(num_features, options) init(self, num_features, options) end
 
--- Normalises x [N, C, ...] over all ranks. Returns the result, and the mean, variance and count over all ranks. The
--- exchanges between ranks have gradients.
+-- Normalises x [N, C, ...] over all ranks. Returns the result, and the mean, variance and count over all ranks.
+-- Gradients pass through the exchanges between ranks.
 local function over_ranks(self, x, group)
   local dtype = x:dtype()
   local wide = (dtype == "fp64" or dtype == "fp32") and x or x:float()

@@ -26,7 +26,7 @@ local function items_of(self)
   return items
 end
 
--- Replaces all modules of the list by the given modules. The first one gets the index 0.
+-- Replaces all modules of the list by the given modules. The first given module gets the index 0.
 local function set_items(self, items)
   for i = 0, self.length - 1 do
     registry.remove(self, i)

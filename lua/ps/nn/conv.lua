@@ -116,8 +116,8 @@ Conv1d.unscoped, Conv1d.extra_repr = true, extra_repr
 ---@param out_channels integer
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer, bias?:
---- boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular", dtype?: string, device?: string} the defaults are
---- 1, 0, 1, 1, true and "zeros"
+--- boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular", dtype?: string, device?: string} defaults: stride
+--- 1, padding 0, dilation 1, groups 1, bias true, padding_mode "zeros"
 function Conv1d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv1d", 1, in_channels, out_channels, kernel_size, options)
 end
@@ -140,7 +140,8 @@ Conv2d.unscoped, Conv2d.extra_repr = true, extra_repr
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[]|"same"|"valid", dilation?:
 --- integer|integer[], groups?: integer, bias?: boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular",
---- dtype?: string, device?: string} the defaults are 1, 0, 1, 1, true and "zeros"
+--- dtype?: string, device?: string} defaults: stride 1, padding 0, dilation 1, groups 1, bias true, padding_mode
+--- "zeros"
 function Conv2d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv2d", 2, in_channels, out_channels, kernel_size, options)
 end
@@ -172,7 +173,8 @@ ConvTranspose1d.unscoped, ConvTranspose1d.extra_repr = true, extra_repr
 ---@param out_channels integer
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, output_padding?: integer, groups?: integer, bias?: boolean,
---- dilation?: integer, dtype?: string, device?: string} the defaults are 1, 0, 0, 1, true and 1
+--- dilation?: integer, dtype?: string, device?: string} defaults: stride 1, padding 0, output_padding 0, groups 1, bias
+--- true, dilation 1
 function ConvTranspose1d:init(in_channels, out_channels, kernel_size, options)
   init_transpose(self, "nn.ConvTranspose1d", 1, in_channels, out_channels, kernel_size, options)
 end
@@ -195,8 +197,8 @@ ConvTranspose2d.unscoped, ConvTranspose2d.extra_repr = true, extra_repr
 ---@param out_channels integer
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], output_padding?: integer|integer[],
---- groups?: integer, bias?: boolean, dilation?: integer|integer[], dtype?: string, device?: string} the defaults are 1,
---- 0, 0, 1, true and 1
+--- groups?: integer, bias?: boolean, dilation?: integer|integer[], dtype?: string, device?: string} defaults: stride 1,
+--- padding 0, output_padding 0, groups 1, bias true, dilation 1
 function ConvTranspose2d:init(in_channels, out_channels, kernel_size, options)
   init_transpose(self, "nn.ConvTranspose2d", 2, in_channels, out_channels, kernel_size, options)
 end

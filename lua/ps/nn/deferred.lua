@@ -220,7 +220,7 @@ local function nodes_for(record, t)
       error("it was written in a way that cannot be repeated", 0)
     end
     local writers, from = record.writers[storage] or {}, 1
-    for i, node in ipairs(writers) do if node.whole then from = i end end  -- node overwrote all earlier values
+    for i, node in ipairs(writers) do if node.whole then from = i end end  -- the node overwrote all earlier values
     for i = from, #writers do include(writers[i]) end
   end
   need_header(t)
@@ -228,9 +228,9 @@ local function nodes_for(record, t)
   return list
 end
 
--- Returns the tensor with data that replaces a header's tensor while ops are repeated. It is created empty at the first
--- call. The header's own tensor is not used, because it may already have its final values, while other tensors were
--- computed from its earlier values.
+-- Returns the tensor with data that replaces the tensor of a header while ops are repeated. The first call creates this
+-- tensor without values. The header's own tensor is not used, because it may already have its final values. Other
+-- tensors were computed from its earlier values.
 local function real(record, env, header, device)
   local at = address(header)
   if not record.maker[at] then return header end
@@ -261,9 +261,9 @@ local function compute(record, list, env, t, device, files)
   return real(record, env, t, device)
 end
 
--- Ops that fill a tensor in place, by op code. `attributes` is the type of the op's attributes. `numbered` says that
--- the attributes contain `offset`, the counter of the first element's random number. Element i then gets the counter
--- offset + i.
+-- Ops that fill a tensor in place, by op code. `attributes` is the type of the op's attributes. If `numbered` is true,
+-- the attributes contain `offset`, the counter of the first element's random number. Element i has the counter offset +
+-- i.
 local FILLS = {
   [C.PS_OP_normal_] = { attributes = ffi.typeof "ps_attrs_normal_", numbered = true },
   [C.PS_OP_uniform_] = { attributes = ffi.typeof "ps_attrs_uniform_", numbered = true },
@@ -280,8 +280,8 @@ local function is_filled(record, list, t)
   return true
 end
 
--- Fills `numel` elements of t, beginning with element `at`. They get the values of the whole tensor's elements,
--- beginning with element `first`.
+-- Fills `numel` elements of t, beginning with element `at`. Element at + i of t gets the value of element first + i of
+-- the whole tensor.
 local function fill_run(t, at, numel, node, first)
   local how, ins = FILLS[node.op], pointer_array(1)
   local attributes = how.attributes()
@@ -295,8 +295,8 @@ local function fill_run(t, at, numel, node, first)
   native.give_back(part)
 end
 
--- Returns the values of a shard by repeating the fills of the whole tensor only for the shard's elements. If the
--- dimension that is cut divides rows, the shard is filled row by row.
+-- Returns the values of a shard. Repeats the ops that fill the whole tensor, but only for the shard's elements. If each
+-- row of the whole tensor is divided between shards, the shard is filled row by row.
 local function fill_shard(list, whole, desc, device)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   if not devices.computes then return t end                             -- the dry run of a script has no values
@@ -349,10 +349,10 @@ end
 
 -- -- models ---------------------------------------------------------------------------------------------------------
 local records = setmetatable({}, { __mode = "k" })          -- { record, device } by model
--- The parameters that are on other processes. The value says where the parameter's values are.
+-- The keys are the parameters that are on other processes. The values say where the values of these parameters are.
 local absent = setmetatable({}, { __mode = "k" })
 
--- If an input of a failed op is on another process, adds to the error where the input is.
+-- If an input of a failed op is on another process, adds the location of the input to the error.
 hooks.on("op_failed", function(n_in, ins)
   for i = 0, n_in - 1 do
     for t, text in pairs(absent) do

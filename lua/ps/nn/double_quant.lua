@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Double quantization of the scales of NF4 (Dettmers et al. 2023), in the format of bitsandbytes.
 -- A scale is map[code] * absmax + offset. The offset is the mean of all scales of a weight. Each group of 256 scales
--- has its own absmax: the largest magnitude of a scale minus the offset. The map is that of Dettmers et al. 2022,
+-- has its own absmax: the largest magnitude of (scale - offset) in the group. The map is from Dettmers et al. 2022,
 -- "8-bit Optimizers via Block-wise Quantization".
 local array = require "ps.core.array"
 local packed = require "ps.nn.packed"

@@ -67,7 +67,7 @@ local BAG = { mode = "string", std = "number", padding_idx = "whole", include_la
 ---@param width integer C, the size of each row
 ---@param options? {mode?: "mean"|"sum"|"max", std?: number, padding_idx?: integer, include_last_offset?: boolean,
 --- dtype?: string, device?: string} mode (default "mean"); std: standard deviation of the initial values (default 1);
---- the other options are those of F.embedding_bag
+--- padding_idx, include_last_offset: as in F.embedding_bag
 function EmbeddingBag:init(rows, width, options)
   options = caller.options(options, "nn.EmbeddingBag", BAG)
   Embedding.init(self, rows, width, { std = options.std, padding_idx = options.padding_idx, dtype = options.dtype,

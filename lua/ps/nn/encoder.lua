@@ -60,13 +60,14 @@ local function table_of(extra)
 end
 EncoderLayer.tensor_parallel = table_of()
 
---- Creates a layer of self-attention and a feed-forward network, which consists of two linear layers. Both have a
---- residual and a LayerNorm.
+--- Creates a layer of self-attention and a feed-forward network, which consists of two linear layers. The
+--- self-attention and the network each have a residual and a LayerNorm.
 ---@param width integer E
 ---@param heads integer number of heads, which must divide E
 ---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function, layer_norm_eps?:
 --- number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string, device?: string} PyTorch's
---- options, with PyTorch's defaults: 2048, 0.1, "relu", 1e-5, false, false, true
+--- options. Defaults: dim_feedforward 2048, dropout 0.1, activation "relu", layer_norm_eps 1e-5, batch_first false,
+--- norm_first false, bias true
 function EncoderLayer:init(width, heads, options)
   init(self, "nn.TransformerEncoderLayer", width, heads, options, false)
 end
@@ -93,12 +94,13 @@ local DecoderLayer = nn_module.class("TransformerDecoderLayer")
 DecoderLayer.tensor_parallel = table_of "attention"
 
 --- Creates a layer of self-attention, attention to an encoder's memory, and a feed-forward network, which consists of
---- two linear layers. Each of the three has a residual and a LayerNorm.
+--- two linear layers. Each of these three parts has a residual and a LayerNorm.
 ---@param width integer E
 ---@param heads integer number of heads, which must divide E
 ---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function, layer_norm_eps?:
 --- number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string, device?: string} PyTorch's
---- options, with PyTorch's defaults: 2048, 0.1, "relu", 1e-5, false, false, true
+--- options. Defaults: dim_feedforward 2048, dropout 0.1, activation "relu", layer_norm_eps 1e-5, batch_first false,
+--- norm_first false, bias true
 function DecoderLayer:init(width, heads, options)
   init(self, "nn.TransformerDecoderLayer", width, heads, options, true)
 end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Hooks of modules: functions of a script that run before or after a module's forward, or in backward when the
 -- gradients of the module's inputs are complete. If a module has a backward hook, its inputs pass through a function of
--- ps.autograd, and its outputs pass through another one, as in PyTorch's BackwardHook.
+-- ps.autograd, and its outputs pass through another function of ps.autograd, as in PyTorch's BackwardHook.
 local caller = require "ps.core.caller"
 local scope = require "ps.core.scope"
 local tensor_hooks = require "ps.tensor.hooks"
@@ -132,7 +132,8 @@ function Outputs.backward(ctx, ...)
   return nil, ...
 end
 
--- Finds the tensors among values and in the tables among the values. Returns their places, as a list of { list, key }.
+-- Finds the tensors in a list of values, and in the tables of this list. Returns their places as a list of { list, key
+-- }.
 local function places_of(values)
   local places = {}
   for i = 1, values.n do
@@ -177,14 +178,15 @@ end
 -- -- results of forward hooks -----------------------------------------------------------------------------------------
 local function kind_of(value) return is_tensor(value) and "tensor" or type(value) end
 
--- Raises an error if a hook returned another kind of value than the value that it replaces. Any kind may replace nil.
+-- Raises an error if the value that a hook returned differs in kind from the value that it replaces. Any kind may
+-- replace nil.
 local function check_kind(value, old, whose, place)
   if old == nil or kind_of(value) == kind_of(old) then return end
   error(("%s returned a %s for %s, which was a %s; a hook returns nil, or values of the same kinds"):format(whose,
     kind_of(value), place, kind_of(old)), 0)
 end
 
--- Returns a copy of a list that has its length in `n`. The list itself may have no `n`.
+-- Returns a copy of a list. The copy has its length in `n`. The list itself may have no `n`.
 local function listed(result) return { n = result.n or #result, unpack(result, 1, result.n or #result) } end
 
 -- Returns the arguments for a module's forward after a pre-hook returned `result`.

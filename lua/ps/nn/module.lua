@@ -153,8 +153,8 @@ local function entered(self, ...)
   return leave(C.ps_module_enter(rawget(self, "_number") or number(self)), forward(self, ...))
 end
 
--- Runs the outermost call of a module in a scope. After an error, the code that marks modules as left does not run. The
--- end of the scope marks them instead.
+-- Runs the outermost call of a module in a scope. After an error, the code that marks modules as left does not run. In
+-- this case the end of the scope marks the modules as left.
 local function alone(self, ...) return scope.scope(entered, self, ...) end
 
 -- Returns the name of a module's call, and a hint for the error about a surplus argument.
@@ -253,7 +253,7 @@ end
 
 function Module:init() end
 Module.extra_repr = function() return "" end
---- Computes the module's result. Each class must define its own forward. This one raises an error.
+--- Computes the module's result. Each class must define its own forward. The forward of nn.Module raises an error.
 function Module:forward()
   error(("%s has no forward method: define function %s:forward(...)"):format(self.class_name, self.class_name))
 end
@@ -371,8 +371,8 @@ function Module:parameters()
   return list
 end
 
---- Returns the total number of elements of all parameters. If ranks hold shards of a parameter, the whole parameter
---- counts.
+--- Returns the total number of elements of all parameters. If a rank holds only a shard of a parameter, all elements of
+--- the whole parameter are counted.
 ---@return integer
 function Module:num_parameters()
   local n = 0
@@ -433,14 +433,14 @@ function Module:train(mode)
   return self:apply(function(m) rawset(m, "training", mode ~= false) end)
 end
 
---- Switches the module and all modules in it to evaluation mode. In this mode dropout does nothing. Gradients are still
---- recorded, as in training mode. ps.no_grad disables them.
+--- Switches the module and all modules in it to evaluation mode. In this mode dropout does nothing. Ops are still
+--- recorded for gradients, as in training mode. ps.no_grad disables the recording.
 ---@return ps.nn.Module self
 function Module:eval() return self:train(false) end
 
---- Makes blocks recompute their activations in backward (ps.recompute). Only the blocks' inputs are then kept. A block
---- is an element of an nn.ModuleList, or an element of an nn.Sequential that contains modules. Modules in a block
---- belong to it. A block must return only tensors.
+--- Makes blocks recompute their activations in backward (ps.recompute). Only the inputs of the blocks are then kept. A
+--- block is an element of an nn.ModuleList, or an element of an nn.Sequential that contains modules. A module inside a
+--- block is not a block of its own. A block must return only tensors.
 ---@param on? boolean (default true)
 ---@return integer count number of blocks
 function Module:recompute_blocks(on)
@@ -469,7 +469,7 @@ end
 local TO = { dtype = "string", device = "string" }
 local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 
--- Records that another tensor has replaced a parameter. `by` is the call that replaced it.
+-- Records that another tensor has replaced a parameter. `by` is the call that replaced the parameter.
 local function made_anew(tensor, name, by)
   exports.changes = exports.changes + 1
   for optimizer in pairs(exports.optimizers) do
@@ -479,8 +479,8 @@ local function made_anew(tensor, name, by)
   end
 end
 
--- Reports to the optimizers that a member was replaced. Their parameters may then no longer belong to the model
--- (Optimizer:step).
+-- Reports to the optimizers that a member was replaced. The parameters of an optimizer may then no longer belong to the
+-- model (Optimizer:step).
 function note_gone(old, name)
   local function gone(tensor, full)
     for optimizer in pairs(exports.optimizers) do
@@ -497,7 +497,7 @@ function note_gone(old, name)
 end
 
 --- Converts parameters and floating-point buffers to a type, to a device, or to both. Tensors that change are replaced.
---- Create the optimizer after this call, because an older optimizer refuses to step.
+--- Create the optimizer after this call, because an optimizer that was created before the call refuses to step.
 ---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
 ---@param ... any rejected
 ---@return ps.nn.Module self
@@ -545,9 +545,9 @@ require "ps.nn.state"(Module, check_owned)
 local init, no_forward = Module.init, Module.forward
 exact.all(Module, "module:", true)
 Module.init, Module.forward = init, no_forward
---- Stores the modes of a module and of all modules in it.
+--- Stores the modes (training or evaluation) of a module and of all modules in it.
 ---@param module ps.nn.Module
----@return fun() restore sets the recorded modes again
+---@return fun() restore sets the stored modes again
 local function modes(module)
   local list = {}
   module:apply(function(m) list[#list + 1] = { m, m.training } end)
@@ -557,7 +557,8 @@ end
 -- -- dropout that is off ----------------------------------------------------------------------------------------------
 local off, told = setmetatable({}, { __mode = "v" }), false
 
---- Records that a layer drops nothing because it is in evaluation mode. The next backward prints a message about it.
+--- Records that a layer drops nothing because the layer is in evaluation mode. The next backward prints a message about
+--- it.
 ---@param module ps.nn.Module
 local function dropout_is_off(module)
   if not told and scope.grad_enabled() then off[1] = module end

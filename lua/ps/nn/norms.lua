@@ -71,11 +71,11 @@ end
 --- norm is infinite, infinite elements become NaN and all other elements become 0, as in PyTorch. An optimizer's option
 --- `max_norm` also clips and needs no second pass over the gradients, but it raises an error if the norm is not finite.
 ---
---- For a model of ps.initialize, the norm is that of the step's mean gradient over all micro-batches and ranks, without
---- the loss scale. The next update multiplies the gradients of `params` by the clipping factor. `params` may be some of
---- the model's parameters. All ranks must call the function, between the last backward and optimizer:step(). If
---- backward itself updates the parameters (overlap_optimizer, the default on the CPU), the call is an error. Use
---- gradient_clipping in that case.
+--- For a model of ps.initialize, the norm is the norm of the step's gradient. This gradient is the mean over all
+--- micro-batches and ranks, without the loss scale. The next update multiplies the gradients of `params` by the
+--- clipping factor. `params` may be some of the model's parameters. All ranks must call the function, between the last
+--- backward and optimizer:step(). If backward itself updates the parameters (overlap_optimizer, the default on the
+--- CPU), the call is an error. Use gradient_clipping in that case.
 ---@param params ps.Tensor[]|ps.Tensor|ps.nn.Module|ps.Engine
 ---@param max_norm number
 ---@return number norm

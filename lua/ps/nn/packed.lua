@@ -88,7 +88,8 @@ end
 --- Calls fn(weight, name, of_file) for each packed weight of a model, in the order of the model's layers.
 ---@param model ps.nn.Module
 ---@param fn fun(weight: ps.Tensor, name: string, of_file: boolean?) weight: uint8, of the shape that packed.shape
---- returns. of_file: whether the weight's blocks, and its scales if the type has them, are those of the model's file
+--- returns. of_file: whether the blocks of the weight, and its scales if its type has scales, are equal to the data in
+--- the model's file
 function packed.each(model, fn)
   for name, layer in model:named_modules() do
     local state = rawget(layer, "packed_")
@@ -143,7 +144,7 @@ function packed.scales_numel(numel) return HEAD + math.ceil(numel / BY_NAME.NF4_
 ---@param kind ps.nn.PackedType
 ---@param weight ps.Tensor uint8, of the shape that packed.shape returns
 ---@param scales? ps.Tensor fp32 [packed.scales_numel], if the type has scales
----@param of_file? boolean whether the blocks are those of the model's file
+---@param of_file? boolean whether the blocks are equal to the blocks in the model's file
 function packed.set(model, layer, kind, weight, scales, of_file)
   local dtype = layer.weight:dtype()
   layer.weight = nil
@@ -158,7 +159,7 @@ end
 -- The types whose products can use activations of 8 bits (ps_blocks_int8 of base/blocks.h).
 local INT8 = { Q4_0 = true, Q4_1 = true, Q5_0 = true, Q5_1 = true, Q8_0 = true, Q4_K = true, Q5_K = true, Q6_K = true }
 
---- Makes a model's packed layers round activations to 8 bits. They do so in products of up to 4 rows without gradients.
+--- Makes a model's packed layers round activations to 8 bits in products of up to 4 rows, if no gradients are recorded.
 ---@param model ps.nn.Module
 ---@return integer count number of layers for which this setting has an effect
 function packed.int8(model)

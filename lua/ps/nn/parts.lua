@@ -172,8 +172,9 @@ function parts.fold(list, batch)
 end
 
 -- -- weights that are read without calling their layers ---------------------------------------------------------------
--- For code that reads a layer's weight instead of calling the layer, such as fused ops and tied heads. Adapters
--- (ps.lora) replace a layer's forward. For such code they also give the layer a function weight_now.
+-- The functions below are for code that reads a layer's weight instead of calling the layer, such as fused ops and tied
+-- heads. Adapters (ps.lora) replace a layer's forward. They also set the layer's function weight_now, which such code
+-- calls.
 
 --- Returns whether a layer is an object of a class and the script has not replaced its forward.
 ---@param layer ps.nn.Module
@@ -184,7 +185,7 @@ function parts.is_plain(layer, class)
 end
 
 --- Returns the weight that a layer computes with. Layers with adapters or packed weights have a function weight_now,
---- which returns this weight. For other layers it is the parameter.
+--- which returns this weight. For other layers the weight is the layer's parameter.
 ---@param layer ps.nn.Module
 ---@return ps.Tensor
 function parts.weight(layer)

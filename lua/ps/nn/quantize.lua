@@ -113,7 +113,7 @@ end
 ---@param model ps.nn.Module the model, which must have no adapters and no engine yet
 ---@param options? {type?: string, skip?: string[], int8_activations?: boolean, double_quant?: boolean} type: "nf4"
 --- (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k" or "q6_k"; skip: names of layers that are not packed, or
---- last components of their names; int8_activations: round activations to 8 bits in generation, which is faster (not
+--- last components of such names; int8_activations: round activations to 8 bits in generation, which is faster (not
 --- for "nf4"); double_quant: store the scales in 8 bits (only for "nf4"; bnb_4bit_use_double_quant)
 ---@return ps.nn.Module model
 ---@return {name: string, type: string}[] layers the packed layers

@@ -3,9 +3,9 @@
 -- buffers, then its modules. The members of each kind are in the order in which a script assigned them.
 --
 -- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from left to right, but it
--- assigns from right to left, so b before a. If one statement assigns several members, they are therefore ordered as
--- they were made. Assignments belong to one statement if they are on the same line, and no module or parameter is made
--- between them.
+-- assigns from right to left. It assigns b before a. If one statement assigns several members, these members are
+-- therefore in the order in which they were made. Assignments belong to one statement if they are on the same line, and
+-- no module or parameter is made between them.
 --
 -- Files outside of lua/ps/nn/ access the members of a module only with registry.walk, members, tensors, kind and put.
 local ffi = require "ffi"
@@ -40,8 +40,8 @@ end
 
 local DEPTH = 4                                             -- number of levels of nested tables that are searched
 
--- Finds a module or parameter in a plain table that no module has registered. Returns the first one and its path in the
--- table, such as "[2].up".
+-- Finds the first module or parameter in a plain table that no module has registered. Returns the module or parameter,
+-- and its path in the table, such as "[2].up".
 local function find_unowned(list, depth, seen)
   seen[list] = true
   for key, value in next, list do
@@ -96,7 +96,7 @@ function registry.remove(self, name)
   end
 end
 
---- Registers a value under a name. If the name is already registered with the same kind, it keeps its position.
+--- Registers a value under a name. If the name is already registered with the same kind, the name keeps its position.
 ---@param self ps.nn.Registered
 ---@param name any
 ---@param kind "module"|"param"|"buffer"
@@ -213,7 +213,7 @@ end
 ---@return string?
 function registry.kind(module, key) return module._kind[key] end
 
---- Replaces a registered tensor by another one.
+--- Replaces a registered tensor by another tensor.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@param tensor ps.Tensor

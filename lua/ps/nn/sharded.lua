@@ -15,7 +15,7 @@ local sharded = {}
 
 ---@class ps.nn.Sharded a sharded parameter
 ---@field shape integer[] shape of the whole tensor
----@field index integer index along the axis tp of the rank that holds these pieces
+---@field index integer index of the rank that holds these pieces, along the axis tp
 ---@field pieces ps.nn.Shard.Piece[] this rank's rectangles of the whole tensor
 
 --- Returns the sharded parameters of a model by name, or nil if the model has none. A tied parameter has its first
@@ -62,8 +62,8 @@ function sharded.shape(parameter)
   return desc and { unpack(desc.full_shape) } or parameter:shape()
 end
 
---- Returns how a shape fits a parameter: "whole", or "own" if it is the shape of this rank's shard. Returns nil if it
---- does not fit.
+--- Returns "whole" if a shape is the shape of the whole parameter, and "own" if it is the shape of this rank's shard.
+--- Returns nil for any other shape.
 ---@param shape integer[]
 ---@param parameter ps.Tensor
 ---@return "whole"|"own"|nil

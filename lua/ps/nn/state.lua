@@ -31,8 +31,8 @@ return function(Module, check_owned)
   end
 
   --- Copies values into the parameters and buffers of the same names, and converts their types. Checks everything
-  --- before it writes anything. A tied weight may have any of its names in a state. If it has several names in the
-  --- state, their values must be equal.
+  --- before it writes anything. A tied weight may have any of its names in a state. If a tied weight has several names
+  --- in the state, the values under these names must be equal.
   ---@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with
   --- lazy), which is read one tensor at a time
   ---@param options? {strict?: boolean, check_only?: boolean, elsewhere?: fun(name: string): any} strict: whether

@@ -27,8 +27,8 @@ end
 --- Returns the further names of tied parameters and persistent buffers.
 ---@param module ps.nn.Module
 ---@param loads? boolean whether to include names that are accepted only when values are loaded (default false)
----@return table<string, string> names the first name of the tensor by further name; named_parameters has the first
---- names
+---@return table<string, string> names the keys are the further names, and the values are the first names of the same
+--- tensors, as in named_parameters
 function tied.names(module, loads)
   local first_of, names, modules = {}, {}, { { module, "" } }
   registry.walk(module, function(name, value, kind, owner, key)

@@ -60,8 +60,8 @@ function init.ones_(tensor) return fill(tensor, "fill_", 1) end
 local GAINS = { linear = 1, conv1d = 1, conv2d = 1, sigmoid = 1, tanh = 5 / 3, relu = math.sqrt(2), selu = 3 / 4,
   leaky_relu = true }
 
---- Returns the gain of a nonlinearity: the factor by which the standard deviation of the weights before it is
---- multiplied.
+--- Returns the gain of a nonlinearity. The standard deviation of a layer's weights is multiplied by the gain if the
+--- nonlinearity follows the layer.
 ---@param nonlinearity string "linear", "conv1d", "conv2d", "sigmoid", "tanh", "relu", "leaky_relu" or "selu"
 ---@param a? number the slope of leaky_relu (default 0.01)
 ---@return number
@@ -87,8 +87,8 @@ local function kaiming(tensor, a, name)
   return init.calculate_gain(of) ^ 2, fan
 end
 
---- Fills a tensor with numbers from a uniform distribution over +-sqrt(3) gain / sqrt(fan). This is the initialization
---- of He et al. 2015.
+--- Fills a tensor with numbers from a uniform distribution between -b and b, where b = gain * sqrt(3 / fan). This is
+--- the initialization of He et al. 2015.
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param a? number|{a?: number, mode?: "fan_in"|"fan_out", nonlinearity?: string} a: slope of a leaky ReLU (default 0);
 --- mode (default "fan_in"); nonlinearity: as in calculate_gain (default "leaky_relu")
@@ -109,8 +109,8 @@ function init.kaiming_normal_(tensor, a)
   return init.normal_(tensor, 0, math.sqrt(above / below))
 end
 
---- Fills a tensor with numbers from a uniform distribution over +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio
---- 2010).
+--- Fills a tensor with numbers from a uniform distribution between -b and b, where b = gain * sqrt(6 / (fan_in +
+--- fan_out)) (Glorot and Bengio 2010).
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param gain? number (default 1)
 ---@return ps.Tensor tensor
@@ -120,7 +120,7 @@ function init.xavier_uniform_(tensor, gain)
   return init.uniform_(tensor, -bound, bound)
 end
 
---- Fills a tensor with numbers from a normal distribution with the variance gain^2 2 / (fan_in + fan_out) (Glorot and
+--- Fills a tensor with numbers from a normal distribution with the variance gain^2 * 2 / (fan_in + fan_out) (Glorot and
 --- Bengio 2010).
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param gain? number (default 1)
