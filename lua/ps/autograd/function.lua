@@ -91,7 +91,7 @@ function Context:mark_non_differentiable(...)
   end
 end
 
---- Sets what backward gets for an output that received no gradient: zeros (true, the default) or nil (false).
+--- Sets the value that backward gets for an output without a gradient: zeros (true, the default) or nil (false).
 ---@param on boolean
 function Context:set_materialize_grads(on)
   rawset(self, "_materialize", caller.typed(on, "boolean", "ctx:set_materialize_grads: its argument"))
@@ -120,7 +120,7 @@ local function context(args, records)
 end
 
 -- -- backward ---------------------------------------------------------------------------------------------------------
--- Returns the gradients of the outputs in the form in which the script gets them.
+-- Returns the gradients of the outputs in the form that a script gets (unscaled.lua).
 local function gradients_in(call, factor)
   local list = {}
   for i, out in ipairs(call.outs) do

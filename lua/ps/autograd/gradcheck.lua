@@ -52,9 +52,9 @@ local function differences(fn, inputs, which, weights, eps)
   return list
 end
 
---- Returns whether the gradients of fn agree with finite differences. This is checked for each input that requires a
---- gradient. The checked function is the sum of all outputs times random weights. fn is called twice for each element
---- of an input, so use small tensors, in fp64.
+--- Returns whether the gradients of fn agree with finite differences. Checks each input that requires a gradient. The
+--- checked function is the sum of all outputs times random weights. fn is called twice for each element of an input, so
+--- use small tensors, in fp64.
 ---@param fn fun(...): ps.Tensor ...
 ---@param inputs ps.Tensor|ps.Tensor[] arguments of fn
 ---@param options? {eps?: number, atol?: number, rtol?: number, raise_exception?: boolean} eps: half of the distance

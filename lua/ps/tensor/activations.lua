@@ -21,7 +21,7 @@ local function number(value, default, what)
   return caller.typed(value, "number", what)
 end
 
---- Returns log(1 + exp(beta x)) / beta. Where beta x is above the threshold, returns x itself.
+--- Returns log(1 + exp(beta * x)) / beta. Where beta * x is above the threshold, returns x itself.
 ---@param x ps.Tensor floats
 ---@param beta? number (default 1)
 ---@param threshold? number (default 20)
@@ -31,7 +31,7 @@ function M.softplus(x, beta, threshold)
     number(threshold, 20, "F.softplus: threshold"))
 end
 
---- Returns x where x is above 0, and slope x elsewhere.
+--- Returns x where x is above 0, and slope * x elsewhere.
 ---@param x ps.Tensor floats
 ---@param slope? number (default 0.01)
 ---@return ps.Tensor of x's shape
@@ -39,7 +39,7 @@ function M.leaky_relu(x, slope)
   return ops.leaky_relu(floats(x, "F.leaky_relu"), number(slope, 0.01, "F.leaky_relu: the slope"))
 end
 
---- Returns x where x is above 0, and alpha (exp(x) - 1) elsewhere (Clevert et al. 2016).
+--- Returns x where x is above 0, and alpha * (exp(x) - 1) elsewhere (Clevert et al. 2016).
 ---@param x ps.Tensor floats
 ---@param alpha? number (default 1)
 ---@return ps.Tensor of x's shape
@@ -65,7 +65,7 @@ function M.prelu(x, w)
   return ops.prelu(x, w:reshape(shape))
 end
 
---- Returns x where x is above 0, and alpha (exp(x / alpha) - 1) elsewhere (Barron 2017).
+--- Returns x where x is above 0, and alpha * (exp(x / alpha) - 1) elsewhere (Barron 2017).
 ---@param x ps.Tensor floats
 ---@param alpha? number (default 1)
 ---@return ps.Tensor of x's shape
@@ -83,13 +83,13 @@ function M.softmin(x, dim) return (-floats(x, "F.softmin")):softmax(dim) end
 
 local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
---- Returns 1.0507 elu(x, 1.6733). This function preserves mean and variance (Klambauer et al. 2017).
+--- Returns 1.0507 * elu(x, 1.6733). This function preserves mean and variance (Klambauer et al. 2017).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.selu(x) return ops.affine(ops.elu(floats(x, "F.selu"), SELU_ALPHA), SELU_SCALE, -0.0) end
 
--- Returns x limited to [low, high]. Where x is NaN, the gradient passes through, as in PyTorch. clamp does not pass it
--- there.
+-- Returns x limited to [low, high]. Where x is NaN, the gradient passes through, as in PyTorch. The op clamp would stop
+-- the gradient where x is NaN.
 local function limited(x, low, high)
   if x:is_float() and not (scope.grad_enabled() and x:needs_grad()) then return ops.clamp(x, low, high) end
   return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))
@@ -115,7 +115,7 @@ function M.relu6(x)
   return limited(x, 0, 6)
 end
 
---- Returns x tanh(softplus(x)) (Misra 2019).
+--- Returns x * tanh(softplus(x)) (Misra 2019).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.mish(x) return ops.mish(floats(x, "F.mish")) end
@@ -130,7 +130,7 @@ function M.logsigmoid(x) return ops.logsigmoid(floats(x, "F.logsigmoid")) end
 ---@return ps.Tensor of x's shape
 function M.hardsigmoid(x) return ops.hardsigmoid(floats(x, "F.hardsigmoid")) end
 
---- Returns x hardsigmoid(x) (Howard et al. 2019).
+--- Returns x * hardsigmoid(x) (Howard et al. 2019).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.hardswish(x) return ops.hardswish(floats(x, "F.hardswish")) end
@@ -173,8 +173,8 @@ end
 
 local function limit_of(norm, eps) return norm:clamp(eps) - norm end
 
--- Expands x to a shape, and returns it divided by its norms along a dimension. Norms below eps are replaced by eps, but
--- the gradient is that of the norm itself, as in PyTorch.
+-- Expands x to a shape, and returns it divided by its norms along a dimension. A norm below eps is replaced by eps, but
+-- the gradient is computed from the norm itself, as in PyTorch.
 local function unit(x, shape, dim, eps)
   x = x:expand(shape)
   local norm = x:norm(2, dim, true)
@@ -187,7 +187,7 @@ end
 ---@param b ps.Tensor of a shape that broadcasts with a's
 ---@param dim? integer (default 1) a dimension of the shape to which a and b broadcast
 ---@param eps? number default 1e-8
----@return ps.Tensor without that dimension
+---@return ps.Tensor without the dimension `dim`
 function M.cosine_similarity(a, b, dim, eps)
   floats(a, "F.cosine_similarity")
   floats(b, "F.cosine_similarity")

@@ -23,7 +23,7 @@ end
 -- -- counts ---------------------------------------------------------------------------------------------------------
 local BINCOUNT = { weights = "tensor", minlength = "whole" }
 
--- Returns a vector of n equal numbers on the device of x. `dtype` is the code of its type.
+-- Returns a vector of n equal numbers on the device of x. `dtype` is the code of the vector's type.
 local function filled(n, dtype, x, value)
   local y = create.vector(n, dtype, x.device_)
   return create.alone(y, ops.fill_(y, value))
@@ -97,7 +97,7 @@ end
 -- -- order statistics -----------------------------------------------------------------------------------------------
 local NO_SIZES = {}
 
--- Returns the median of a vector, without a gradient. If there is a NaN, topk returns it first.
+-- Returns the median of a vector, without a gradient. If the vector contains a NaN, topk returns the NaN first.
 local function lower_median(x)
   if native.on_host(x) then return ops.median(x) end
   local n = tonumber(x.numel_)
@@ -113,7 +113,7 @@ local function equal_to_median(x)
   return x:eq(found):logical_or(x:isnan():logical_and(found:isnan()))
 end
 
--- Returns the index of the median along dimension d, whose size is n. If there is a NaN, returns the index of the first
+-- Returns the index of the median along dimension d, whose size is n. If there are NaNs, returns the index of the first
 -- NaN.
 local function median_index(x, d, n)
   local _, order = x:detach():sort(d)
@@ -122,9 +122,9 @@ local function median_index(x, d, n)
   return ops.where(bad:any(d, true), bad:long():argmax(d, true), middle)
 end
 
---- Returns the median. If the number of elements is even, this is the lower of the two middle elements. With d, returns
---- the medians along dimension d, and their indices. If there is a NaN, the median is NaN. Without d, all elements that
---- equal the median share the gradient.
+--- Returns the median. If the number of elements is even, the median is the lower of the two middle elements. With d,
+--- returns the medians along dimension d, and their indices. If there is a NaN, the median is NaN. Without d, all
+--- elements that equal the median share the gradient.
 ---@param d? integer
 ---@param keepdim? boolean (default false)
 ---@return ps.Tensor values
@@ -206,7 +206,8 @@ local SEARCH = { right = "boolean" }
 
 --- Returns the index at which each value would be inserted into this tensor, which must be sorted. As in PyTorch,
 --- comparisons with NaN are false, so the search continues after a NaN.
----@param values ps.Tensor|number of any shape if this tensor has one dimension; otherwise with the same leading sizes
+---@param values ps.Tensor|number of any shape if this tensor has one dimension; otherwise the leading sizes must equal
+---   the leading sizes of this tensor
 ---@param options? {right?: boolean} right: whether to insert after equal elements instead of before them (default
 --- false)
 ---@return ps.Tensor int64 of the shape of values
@@ -218,7 +219,7 @@ function T:searchsorted(values, options)
 end
 
 --- Returns the index of the bucket of each element. An element x is in bucket i if boundaries[i - 1] < x <=
---- boundaries[i]. With `right`, it is in bucket i if boundaries[i - 1] <= x < boundaries[i].
+--- boundaries[i]. With `right`, the element is in bucket i if boundaries[i - 1] <= x < boundaries[i].
 ---@param boundaries ps.Tensor ascending [N]
 ---@param options? {right?: boolean} (default false)
 ---@return ps.Tensor int64 of this shape

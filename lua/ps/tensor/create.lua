@@ -47,7 +47,7 @@ function M.default_place() return default_device end
 local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 -- Raises an error for unknown options. Also raises an error if a shape is passed as separate numbers, as in PyTorch's
--- zeros(2, 3). In that case `...` are the sizes after the second.
+-- zeros(2, 3). In that case `...` contains the sizes after the second size.
 local function check_options(options, call, shape, ...)
   if options == nil and ... == nil then return end
   if type(options) == "number" and type(shape) == "number" then
@@ -248,8 +248,9 @@ local function measure(value, shape, depth)
   for i = 1, n do measure(value[i], shape, depth + 1) end
 end
 
---- Returns a tensor of the values in a number, a boolean, or a list, which may be nested. A list of only booleans
---- becomes a tensor of type bool. If a list also contains numbers, true counts as 1. A tensor is copied.
+--- Returns a tensor with the value of a number or a boolean, or with the values of a list. Lists may be nested. A list
+--- of only booleans becomes a tensor of type bool. If a list also contains numbers, true counts as 1. A tensor is
+--- copied.
 ---@param value number|boolean|table|ps.Tensor
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string options, or the dtype as a string
 ---@return ps.Tensor
@@ -293,27 +294,28 @@ function M.tensor(value, options)
   return t
 end
 
---- Returns a matrix whose elements all have the same value, on the device of `like`. `dtype` is the code of its type.
+--- Returns a matrix whose elements all have the same value, on the device of `like`. `dtype` is the code of the
+--- matrix's type.
 function M.matrix(like, rows, columns, dtype, value)
   shape8[0], shape8[1] = rows, columns
   local t = new_tensor(2, dtype, like.device_)
   return alone(t, ops.fill_(t, value))
 end
 
---- Returns a vector with uninitialized contents. `dtype` is the code of its type, and `device` is the index of its
---- device.
+--- Returns a vector with uninitialized contents. `dtype` is the code of the vector's type. `device` is the index of the
+--- vector's device.
 function M.vector(n, dtype, device)
   shape8[0] = n
   return new_tensor(1, dtype, device)
 end
 
---- Returns a constant without dimensions, on the device of `like`. `dtype` is the code of its type.
+--- Returns a constant without dimensions, on the device of `like`. `dtype` is the code of the constant's type.
 function M.scalar(like, value, dtype)
   return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))
 end
 
---- Returns a constant without dimensions, for an op with `like`. The constant has like's type. If that is an integer
---- type and the value is a fraction or not finite, the constant is fp32.
+--- Returns a constant without dimensions, for an op with `like`. The constant has the type of `like`. If this type is
+--- an integer type and the value is a fraction or not finite, the constant is fp32.
 function M.scalar_like(like, value)
   local dtype = like.dtype_
   if not FLOAT[dtype] and value % 1 ~= 0 then dtype = C.PS_F32 end
@@ -347,8 +349,8 @@ function M.same_shape(a, b)
   return true
 end
 
---- Raises an error for a write in place if it would need a gradient. Such a write is not recorded, so gradients would
---- be computed from the old values.
+--- Raises an error for a write in place if the write would need a gradient. Such a write is not recorded, so gradients
+--- would be computed from the old values.
 function M.check_gradients(t, value, call, instead)
   if not scope.grad_enabled() then return end
   local of = t:needs_grad() and "the tensor" or scope.is_tensor(value) and value:needs_grad() and "the value"

@@ -110,10 +110,10 @@ local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 --- Sets elements to 0 with probability p and multiplies all other elements by 1 / (1 - p). Whether an element is set to
 --- 0 depends on the seed, the step, the index of the call and the element's position in the batch.
 ---
---- Without `part`, the first dimension of x contains samples. They are numbered beginning with ps.rng().sample, so
---- ranks with different samples have different masks. If a row has several segments, each segment is a sample. If ranks
---- hold parts of one sample (rows along tp, for example), `part` says which elements x contains. Without it, all these
---- ranks would draw the same mask.
+--- Without `part`, the first dimension of x contains samples. The samples are numbered beginning with ps.rng().sample,
+--- so ranks with different samples have different masks. If a row has several segments, each segment is a sample. If
+--- ranks hold parts of one sample (rows along tp, for example), `part` says which elements x contains. Without `part`,
+--- all these ranks would draw the same mask.
 ---@param x ps.Tensor
 ---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean (default true); false returns x unchanged
@@ -159,7 +159,8 @@ function F.dropout2d(x, p, training) return drop_channels(x, p, training, 4, "F.
 
 local GELU = { none = 0, tanh = 1 }
 
---- Returns x times the probability that a standard normal variable is at most x. "tanh" approximates this probability.
+--- Returns x times the probability that a standard normal variable is at most x. With "tanh", this probability is
+--- approximated.
 ---@param x ps.Tensor
 ---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor of x's shape
@@ -219,14 +220,14 @@ local function reduction_of(options, call)
 end
 
 --- Returns the cross entropy of logits against target classes. Rows whose target is ignore_index are left out. If no
---- target counts, the mean is 0 and has no gradient, so that a batch without targets adds nothing. (In PyTorch it is
---- NaN.) Classes are the last dimension. In PyTorch they are the second dimension; write logits:movedim(1, -1) for such
---- logits.
+--- target counts, the mean is 0 and has no gradient, so that a batch without targets adds nothing. (In PyTorch the mean
+--- is NaN.) Classes are the last dimension. In PyTorch, classes are the second dimension; write logits:movedim(1, -1)
+--- for such logits.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...], or class probabilities, which are floats [..., V]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor, label_smoothing?:
---- number} ignore_index (default -100); reduction (default "mean"); weight: [V], the weight of each class, with which
---- the mean is also weighted; label_smoothing: share of a target that is spread evenly over all classes (default 0)
+--- number} ignore_index (default -100); reduction (default "mean"); weight: [V], the weight of each class, which also
+--- weights the mean; label_smoothing: share of a target that is spread evenly over all classes (default 0)
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
@@ -243,8 +244,8 @@ local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor",
   label_smoothing = "number" }
 
 --- Returns the cross entropy of the logits, which are x times w transposed, plus bias. The logits are computed in
---- panels of rows. They are never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight
---- and label_smoothing have the same meaning as in F.cross_entropy.
+--- panels of rows. All logits together are never in memory, except with weight or label_smoothing. Ignored targets,
+--- weight and label_smoothing have the same meaning as in F.cross_entropy.
 ---@param x ps.Tensor [..., C]
 ---@param w ps.Tensor [V, C]
 ---@param target ps.Tensor integers [...], or class probabilities [..., V], for which all logits are in memory
@@ -387,8 +388,8 @@ function F.rope(x, cos, sin)
   return ops.rope(x, cos, sin, 0)
 end
 
--- Returns the index of the first head for the dropout mask. If the options do not set it, it is the index of this
--- rank's first head in the module whose forward is running. Ranks may share the heads of this module.
+-- Returns the index of the first head for the dropout mask. If the options do not set this index, it is the index of
+-- this rank's first head in the module whose forward is running. Ranks may share the heads of this module.
 local function first_head(options, p, heads)
   if options.first_head or p == 0 then return options.first_head or 0 end
   return hooks.ask("first_head", heads) or 0
@@ -399,7 +400,7 @@ local ATTENTION = { mask = "tensor", key_mask = "tensor", causal = "boolean", sc
   window = "whole", first_head = "whole" }
 
 -- Returns the mask for an op of attention, or the mask of keys. Rejects a mask of shape [T, S], which PyTorch accepts,
--- because it could also be [B, S].
+-- because the function could not distinguish it from a mask of shape [B, S].
 local function mask_of(given, call)
   local mask, keys = given.mask, given.key_mask
   if keys ~= nil then
@@ -418,7 +419,7 @@ local function mask_of(given, call)
   return mask
 end
 
---- Returns softmax(scale q k^T + mask) v. If a query sees no key, its result is 0. Keys may have fewer heads than
+--- Returns softmax(scale * q k^T + mask) v. If a query sees no key, its result is 0. Keys may have fewer heads than
 --- queries. In that case G must divide H, and each group of H / G adjacent heads of queries shares one head of keys
 --- (grouped-query attention, Ainslie et al. 2023).
 ---@param q ps.Tensor [B, H, T, D]
@@ -430,10 +431,10 @@ end
 --- float mask requires a gradient, F.attention_weights is used. key_mask: used instead of mask. A bool key_mask [B, S]
 --- hides keys where it is false. An int32 key_mask [B, T], for T = S, contains segments. Adjacent positions with the
 --- same number see only each other. Positions with the number 0 are padding, which sees nothing and is not seen.
---- causal: query i sees the keys up to i + S - T. window: query i sees only the last `window` keys up to that key.
---- scale (default 1 / sqrt(D)). dropout: probability that a weight is dropped (default 0). first_head: index of q's
---- first head, if ranks share the heads. With it, dropout masks equal those of a run with one rank. The default is the
---- first head of the running module if tensor_parallel divides its heads, and otherwise 0
+--- causal: query i sees the keys up to i + S - T. window: query i sees only the last `window` of the keys up to i + S -
+--- T. scale (default 1 / sqrt(D)). dropout: probability that a weight is dropped (default 0). first_head: index of q's
+--- first head, if ranks share the heads. With first_head, the dropout masks equal the masks of a run with one rank. The
+--- default is the first head of the running module if tensor_parallel divides its heads, and otherwise 0
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -532,7 +533,7 @@ end
 ---@param qkv ps.Tensor [B, T, 3 C]
 ---@param heads integer number of heads, which must divide C; D = C / heads
 ---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask:
---- bool [B, T], or int32 [B, T] with segments; the other options are those of F.attention
+--- bool [B, T], or int32 [B, T] with segments; the other options are the same as in F.attention
 ---@return ps.Tensor [B, T, C]
 function F.attention_packed(qkv, heads, options)
   options = caller.options(options, "F.attention_packed", PACKED)

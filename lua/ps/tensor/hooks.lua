@@ -24,7 +24,7 @@ function Handle:remove()
   end
 end
 
---- Adds a function to a list of hooks. Returns a handle that removes it.
+--- Adds a function to a list of hooks. Returns a handle that removes the function from the list.
 ---@param list function[]
 ---@param fn function
 ---@return ps.HookHandle

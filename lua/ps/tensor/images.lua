@@ -90,8 +90,8 @@ end
 ---@param x ps.Tensor [N, C, L] or [C, L]
 ---@param w ps.Tensor [O, C / groups, K]
 ---@param b? ps.Tensor [O]
----@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer} the
---- defaults are 1, 0, 1 and 1
+---@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer} defaults:
+--- stride 1, padding 0, dilation 1, groups 1
 ---@return ps.Tensor [N, O, length] or [O, length]
 function F.conv1d(x, w, b, options) return conv(x, w, b, options, 1, "F.conv1d") end
 
@@ -100,7 +100,7 @@ function F.conv1d(x, w, b, options) return conv(x, w, b, options, 1, "F.conv1d")
 ---@param w ps.Tensor [O, C / groups, KH, KW]
 ---@param b? ps.Tensor [O]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[]|"same"|"valid", dilation?:
---- integer|integer[], groups?: integer} the defaults are 1, 0, 1 and 1
+--- integer|integer[], groups?: integer} defaults: stride 1, padding 0, dilation 1, groups 1
 ---@return ps.Tensor [N, O, height, width] or [O, height, width]
 function F.conv2d(x, w, b, options) return conv(x, w, b, options, 2, "F.conv2d") end
 
@@ -136,24 +136,25 @@ local function conv_transpose(x, w, b, options, n, call)
   return single and y:squeeze(0) or y
 end
 
---- Returns a transposed convolution, plus a bias. It is the transpose of F.conv1d with the same options, which computes
---- the gradient of F.conv1d's input.
+--- Returns a transposed convolution, plus a bias. It is the transpose of F.conv1d with the same options. The transpose
+--- computes the gradient of F.conv1d's input.
 ---@param x ps.Tensor [N, C, L] or [C, L]
 ---@param w ps.Tensor [C, O / groups, K]
 ---@param b? ps.Tensor [O]
 ---@param options? {stride?: integer, padding?: integer, output_padding?: integer, dilation?: integer, groups?: integer}
---- the defaults are 1, 0, 0, 1 and 1. output_padding: number of elements to add at the end, less than the stride
+--- defaults: stride 1, padding 0, output_padding 0, dilation 1, groups 1. output_padding: number of elements to add at
+--- the end, less than the stride
 ---@return ps.Tensor [N, O, length] or [O, length]
 function F.conv_transpose1d(x, w, b, options) return conv_transpose(x, w, b, options, 1, "F.conv_transpose1d") end
 
---- Returns a transposed convolution, plus a bias. It is the transpose of F.conv2d with the same options, which computes
---- the gradient of F.conv2d's input.
+--- Returns a transposed convolution, plus a bias. It is the transpose of F.conv2d with the same options. The transpose
+--- computes the gradient of F.conv2d's input.
 ---@param x ps.Tensor [N, C, H, W] or [C, H, W]
 ---@param w ps.Tensor [C, O / groups, KH, KW]
 ---@param b? ps.Tensor [O]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], output_padding?: integer|integer[],
---- dilation?: integer|integer[], groups?: integer} the defaults are 1, 0, 0, 1 and 1. output_padding: number of
---- elements to add at each end, less than the stride
+--- dilation?: integer|integer[], groups?: integer} defaults: stride 1, padding 0, output_padding 0, dilation 1, groups
+--- 1. output_padding: number of elements to add at each end, less than the stride
 ---@return ps.Tensor [N, O, height, width] or [O, height, width]
 function F.conv_transpose2d(x, w, b, options) return conv_transpose(x, w, b, options, 2, "F.conv_transpose2d") end
 
@@ -179,8 +180,8 @@ end
 local MAX_POOL = { stride = "whole|table", padding = "whole|table", dilation = "whole|table", ceil_mode = "boolean",
   return_indices = "boolean" }
 
--- Returns the kernel's size, stride, dilation, padding, and the size of the result. For a signal, each size of
--- dimension H is 1.
+-- Returns the kernel's size, stride, dilation, padding, and the size of the result. For a signal, each of these is 1 in
+-- dimension H.
 local function pooling(x, kernel, options, n, call)
   local k = pair(kernel, n, call .. ": the kernel's size", 1, 1)
   local stride = pair(options.stride or kernel, n, call .. ": stride", 1, 1)
@@ -444,8 +445,8 @@ local function counts()
   return true
 end
 
--- Moves the running values [C] towards value * scale. `factor` is the share of the distance. It is a number or a tensor
--- without dimensions.
+-- Moves the running values [C] towards value * scale. `factor` is the fraction of the distance by which the values
+-- move. It is a number or a tensor without dimensions.
 local function move(running, value, scale, factor)
   if type(factor) == "number" and type(scale) == "number" then
     ops.scale_(running, 1 - factor)
@@ -456,7 +457,8 @@ local function move(running, value, scale, factor)
 end
 
 -- Updates the running statistics [C] with the mean [C] and the variance [C] of the elements of each channel. `count` is
--- the number of elements per channel, and the variance was divided by it. `momentum` is the weight of the new values.
+-- the number of elements per channel, and it was the divisor of the variance. `momentum` is the weight of the new
+-- values.
 local function move_statistics(mean, var, count, running_mean, running_var, momentum)
   scope.no_grad(function()
     move(running_mean, mean, 1, momentum)
@@ -478,11 +480,11 @@ local function batch_statistics(x, weight, bias, eps)
   return y:to(x:dtype()), mean, var, count                -- autocast computed y in fp32
 end
 
---- Moves channels to positions: each group of r^2 channels becomes one channel with r times the height and r times the
+--- Moves channels to positions. Each group of r^2 channels becomes one channel with r times the height and r times the
 --- width (Shi et al. 2016).
----@param x ps.Tensor [N, C r^2, H, W]
+---@param x ps.Tensor [N, C * r^2, H, W]
 ---@param r integer
----@return ps.Tensor [N, C, H r, W r]
+---@return ps.Tensor [N, C, H * r, W * r]
 function F.pixel_shuffle(x, r)
   local call = "F.pixel_shuffle"
   if caller.tensor(x, call, "x") == nil then error(call .. ": x is missing") end
@@ -508,8 +510,8 @@ local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "nu
 ---@param bias? ps.Tensor [C]
 ---@param options? {training?: boolean, momentum?: number|ps.Tensor, eps?: number} training (default false): if true,
 --- normalises with the mean and variance of the batch. If there are running statistics, also moves them towards the
---- batch's statistics by momentum (default 0.1). It does so once per forward, even if backward recomputes the forward.
---- If training is false, normalises with the running statistics. eps (default 1e-5)
+--- batch's statistics by momentum (default 0.1). The statistics are moved once per forward, even if backward recomputes
+--- the forward. If training is false, normalises with the running statistics. eps (default 1e-5)
 ---@return ps.Tensor of x's shape
 function F.batch_norm(x, running_mean, running_var, weight, bias, options)
   options = caller.options(options, "F.batch_norm", BATCH_NORM)

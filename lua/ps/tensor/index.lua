@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t[key], t[key] = value and t:index_put(key, value), with PyTorch's rules. A key has numbers, ranges, new axes, index
--- tensors and masks. Numbers, ranges and new axes select a view. Index tensors and masks then copy from this view or
--- write into it. Several index tensors are broadcast to a common shape, and each position of this shape selects one
--- element. The dimensions of this shape replace the indexed dimensions if those are adjacent. Otherwise they are the
--- first dimensions of the result.
+-- t[key], t[key] = value and t:index_put(key, value), with PyTorch's rules. A key contains numbers, ranges, new axes,
+-- index tensors and masks. Numbers, ranges and new axes select a view. Index tensors and masks then copy from this view
+-- or write into it. Several index tensors are broadcast to a common shape, and each position of this shape selects one
+-- element. If the indexed dimensions are adjacent, the dimensions of the common shape replace the indexed dimensions.
+-- Otherwise the dimensions of the common shape are the first dimensions of the result.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local C, ops, caller = native.C, native.ops, native.caller
@@ -23,8 +23,8 @@ local function mask_misfit(k, d, t)
     table.concat(k:shape(), ", "), d, table.concat(t:shape(), ", ")))
 end
 
--- Appends the index tensors of `k` to `picks`. The first of them is for dimension d. Returns the number of dimensions
--- that `k` covers.
+-- Appends the index tensors of `k` to `picks`. The first appended index tensor is for dimension d. Returns the number
+-- of dimensions that `k` covers.
 local function add(picks, t, d, k, place)
   if k.dtype_ ~= C.PS_BOOL then
     if k.dtype_ == C.PS_U8 then
@@ -208,8 +208,8 @@ function M.get(t, key)
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
--- Performs t[mask] = value. A number, or a tensor of one element, is written to each place where the mask is true.
--- Another tensor has one slice for each of these places, in order.
+-- Performs t[mask] = value. A number, or a tensor of one element, is written to each place where the mask is true. Any
+-- other tensor must have one slice for each of these places, in order.
 local function masked(t, mask, value)
   local whole = mask
   if mask.ndim > 0 and mask.ndim <= t.ndim then

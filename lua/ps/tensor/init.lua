@@ -284,9 +284,8 @@ function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
 
 local ALL, COLUMN, SWAP, NO_SIZES = { -1 }, { -1, 1 }, { 1, 0 }, {}    -- shapes and axes
 
--- Returns a list of `...`, the arguments after `n`, which is their number. If { ... } has three elements or more,
--- LuaJIT leaves the code that it compiled for it each time. Therefore each number of elements has a constructor of its
--- own.
+-- Returns a list of the arguments after `n`. `n` is the number of these arguments. LuaJIT would leave its compiled code
+-- at each { ... } with three elements or more. Therefore each number of elements has a constructor of its own.
 local function list_of(n, a, b, c, d, e, f, g, ...)
   if n == 1 then return { a } end
   if n == 2 then return { a, b } end
@@ -467,7 +466,7 @@ function T:select(d, i)
   return ops.reshape(part, #shape, shape)
 end
 --- Returns consecutive slices along dimension d, as several results. The results are views.
----@param size integer|integer[] the size of each slice, where the last slice may be smaller, or a list of sizes
+---@param size integer|integer[] the size of each slice (the last slice may be smaller), or a list of sizes
 ---@param d? integer (default 0)
 ---@return ps.Tensor ...
 function T:split(size, d)

@@ -19,14 +19,14 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 
 -- Returns the dtype, device and requires_grad of a new tensor that is like t. If the options do not set the dtype or
--- the device, they are those of t.
+-- the device, the new tensor has t's dtype or device.
 local function place(t, options)
   return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
     requires_grad = options.requires_grad }
 end
 
 local function maker(name)
-  --- Returns a new tensor of t's shape. It has t's dtype and device unless the options set others.
+  --- Returns a new tensor of t's shape. By default it has t's dtype and device.
   ---@param t ps.Tensor
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
   ---@return ps.Tensor
@@ -38,8 +38,7 @@ local function maker(name)
 end
 for _, name in ipairs { "empty", "zeros", "ones", "rand", "randn" } do maker(name) end
 
---- Returns a tensor of t's shape whose elements all have the same value. It has t's dtype and device unless the options
---- set others.
+--- Returns a tensor of t's shape whose elements all have the same value. By default it has t's dtype and device.
 ---@param t ps.Tensor
 ---@param value number the value; if the type is an integer type, the value must be in its range
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
@@ -50,8 +49,8 @@ function M.full_like(t, value, options)
   return tensor.full(t:shape(), value, place(t, options))
 end
 
---- Returns a tensor of t's shape with uniformly distributed integers in [low, high). It has t's dtype and device unless
---- the options set others. ps.randint_like(t, high) draws from [0, high).
+--- Returns a tensor of t's shape with uniformly distributed integers in [low, high). By default it has t's dtype and
+--- device. ps.randint_like(t, high) draws from [0, high).
 ---@param t ps.Tensor
 ---@param low integer
 ---@param high? integer
@@ -70,7 +69,7 @@ function M.randint_like(t, low, high, options)
 end
 
 for _, name in ipairs { "zeros", "ones", "empty" } do
-  --- Returns a new tensor that has this tensor's dtype and device unless the options set others.
+  --- Returns a new tensor. By default it has this tensor's dtype and device.
   ---@param shape integer[]|integer
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
   ---@return ps.Tensor
@@ -83,8 +82,7 @@ for _, name in ipairs { "zeros", "ones", "empty" } do
   end
 end
 
---- Returns a new tensor whose elements all have the same value. It has this tensor's dtype and device unless the
---- options set others.
+--- Returns a new tensor whose elements all have the same value. By default it has this tensor's dtype and device.
 ---@param shape integer[]|integer
 ---@param value number
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
@@ -138,8 +136,8 @@ local function drawn(x, p)
   return ops.cast(fine(x:shape(), x:device()):lt(p), x.dtype_)
 end
 
---- Draws 1 or 0 for each element. The element is the probability of 1. If p is passed, p is the probability for all
---- elements. The host reads the values to check them.
+--- Draws 1 or 0 for each element. The element is the probability of 1. If p is passed, p is the probability of 1 for
+--- all elements. The host reads the values to check them.
 ---@param p? number in [0, 1]
 ---@return ps.Tensor of this shape and type, without a gradient
 function T:bernoulli(p)
@@ -167,8 +165,8 @@ end
 -- The largest number of elements for which draws are compared with all categories at once.
 local AT_ONCE = 2 ^ 22
 
--- Returns n draws for each row of p [rows, V], whose elements are fp64 and whose sums are positive. A draw is the first
--- category whose running sum exceeds a uniform number.
+-- Returns n draws for each row of p [rows, V]. The elements of p are fp64, and each row has a positive sum. A draw is
+-- the first category whose running sum exceeds a uniform number.
 local function with_replacement(p, n)
   local upto = p:cumsum(-1)
   local total, parts = upto:narrow(-1, p:size(1) - 1, 1), {}

@@ -63,8 +63,8 @@ end
 
 local SMOOTH = { reduction = "string", beta = "number" }
 
---- Returns the mean of the absolute differences d of x and target, replaced by squares near 0. A term is 0.5 d^2 / beta
---- where |d| is below beta, and |d| - 0.5 beta elsewhere. With beta = 0 the loss equals F.l1_loss.
+--- Returns the mean of the absolute differences d of x and target, replaced by squares near 0. A term is 0.5 * d^2 /
+--- beta where |d| is below beta, and |d| - 0.5 * beta elsewhere. With beta = 0 the loss equals F.l1_loss.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", beta?: number} reduction (default "mean"); beta (default 1)
@@ -80,8 +80,8 @@ end
 
 local HUBER = { reduction = "string", delta = "number" }
 
---- Returns Huber's loss of the differences d of x and target. A term is 0.5 d^2 where |d| is below delta, and delta
---- (|d| - 0.5 delta) elsewhere.
+--- Returns Huber's loss of the differences d of x and target. A term is 0.5 * d^2 where |d| is below delta, and delta *
+--- (|d| - 0.5 * delta) elsewhere.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", delta?: number} reduction (default "mean"); delta (default 1)
@@ -96,8 +96,8 @@ function losses.huber_loss(x, target, options)
   return reduced(delta == 1 and d or d * delta, options.reduction, "F.huber_loss")
 end
 
--- Returns the binary cross entropy of each element. With `slopes`, also returns its derivatives with respect to p and
--- target.
+-- Returns the binary cross entropy of each element. With `slopes`, also returns the derivatives of the cross entropy
+-- with respect to p and with respect to target.
 local function entropy(p, target, slopes)
   local q = ops.affine(p, -1, 1)
   local yes, no = ops.clamp(ops.log(p), -100, math.huge), ops.clamp(ops.log(q), -100, math.huge)
@@ -107,7 +107,8 @@ local function entropy(p, target, slopes)
 end
 
 --- Returns the binary cross entropy of probabilities p in [0, 1] against targets in [0, 1]. As in PyTorch, logarithms
---- are at least -100, and the gradient's denominator p (1 - p) is at least 1e-12. Values outside [0, 1] result in NaN.
+--- are at least -100, and the gradient's denominator p * (1 - p) is at least 1e-12. Values outside [0, 1] result in
+--- NaN.
 ---@param p ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
@@ -151,10 +152,10 @@ end
 local KL_REDUCTIONS = { none = true, mean = true, sum = true, batchmean = true }
 local KL = { reduction = "string", log_target = "boolean" }
 
---- Returns the Kullback-Leibler divergence target (log target - x). x contains logarithms of probabilities. target
+--- Returns the Kullback-Leibler divergence target * (log(target) - x). x contains logarithms of probabilities. target
 --- contains probabilities, or with log_target their logarithms. "batchmean" divides the sum by the size of the first
---- dimension, as in the definition of the divergence. "mean" divides the sum by the number of elements. It is the
---- default, as in PyTorch.
+--- dimension, as in the definition of the divergence. "mean" divides the sum by the number of elements. The default is
+--- "mean", as in PyTorch.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"|"batchmean", log_target?: boolean} reduction default "mean"
@@ -168,7 +169,7 @@ function losses.kl_div(x, target, options)
   local terms
   if options.log_target then terms = target:exp() * (target - x)
   else
-    local some = target:gt(0)                              -- 0 log 0 is 0
+    local some = target:gt(0)                              -- 0 * log(0) counts as 0
     local safe = tensor.where(some, target, 1)
     terms = tensor.where(some, target * safe:log(), 0) - target * x
   end
@@ -201,7 +202,7 @@ local TRIPLET = { margin = "number", p = "number", eps = "number", swap = "boole
 ---@param negative ps.Tensor of the same shape
 ---@param options? {margin?: number, p?: number, eps?: number, swap?: boolean, reduction?: "mean"|"sum"|"none"} margin
 --- (default 1); p (default 2); eps (default 1e-6); swap: whether d(positive, negative) replaces d(anchor, negative)
---- where it is smaller
+--- where d(positive, negative) is smaller
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function losses.triplet_margin_loss(anchor, positive, negative, options)
   local call = "F.triplet_margin_loss"
@@ -226,7 +227,8 @@ local function signs(y, call, like)
   return y
 end
 
---- Returns max(0, margin - y (a - b)). y is 1 where a should be larger than b, and -1 where b should be larger than a.
+--- Returns max(0, margin - y * (a - b)). y is 1 where a should be larger than b, and -1 where b should be larger than
+--- a.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of the same shape
 ---@param y ps.Tensor of 1 and -1, with a's number of dimensions, of a shape that broadcasts to a's shape
@@ -299,14 +301,14 @@ end
 
 local GAUSS = { full = "boolean", eps = "number", reduction = "string" }
 
---- Returns half of log(var) + (x - target)^2 / var. This is the negative log-likelihood of normal distributions, up to
+--- Returns 0.5 * (log(var) + (x - target)^2 / var). This is the negative log-likelihood of normal distributions, up to
 --- a constant.
 ---@param x ps.Tensor floats, the means
 ---@param target ps.Tensor of the same shape
 ---@param var ps.Tensor variances of x's shape; the last dimension may be missing, or one dimension may have size 1;
 --- variances below eps are replaced by eps
----@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: whether the constant log(2 pi)
---- / 2 is added; eps (default 1e-6)
+---@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: whether the constant 0.5 *
+--- log(2 * pi) is added; eps (default 1e-6)
 ---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.gaussian_nll_loss(x, target, var, options)
   local call = "F.gaussian_nll_loss"
@@ -401,7 +403,7 @@ end
 
 -- Returns the number of hits and the number of targets, as int64 [2]. A hit is a target whose class has the largest of
 -- the scores [..., V]. If several scores are equal, only the first counts as the largest. Ignored targets do not count.
--- A target whose class has the weight 0 does not count either, unless labels are smoothed.
+-- A target whose class has the weight 0 also does not count, unless labels are smoothed.
 local function count_hits(scores, target, weight, ignore, smooth)
   local counts, at = countable(target, ignore)
   counts, at = counts:reshape(-1), at:reshape(-1)
@@ -418,7 +420,7 @@ local function check_weight(weight, logp, call)
   end
 end
 
--- Returns the loss of classes. `scores` are the logits [..., V] from which logp was computed.
+-- Returns the loss for targets that are classes. `scores` are the logits [..., V] from which logp was computed.
 local function class_loss(logp, scores, target, chosen, smooth, call)
   local reduction = chosen.reduction or "mean"
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
@@ -439,9 +441,9 @@ end
 local CODE = { none = 0, mean = 1, sum = 2 }
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 
---- Returns the negative log-probability of each target. Classes are the last dimension. In PyTorch they are the second
---- dimension; write logp:movedim(1, -1) for such inputs. `weight` has the weight of each class, with which the mean is
---- also weighted. Targets equal to ignore_index are left out. If no target remains, the mean is 0.
+--- Returns the negative log-probability of each target. Classes are the last dimension. In PyTorch, classes are the
+--- second dimension; write logp:movedim(1, -1) for such inputs. `weight` contains the weight of each class, which also
+--- weights the mean. Targets equal to ignore_index are left out. If no target remains, the mean is 0.
 ---@param logp ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor} ignore_index (default
@@ -462,8 +464,8 @@ function losses.nll_loss(logp, target, options)
   return class_loss(logp, logp, target, options, 0, "F.nll_loss")
 end
 
--- Returns the loss against class probabilities. The divisor of the mean is PyTorch's: the number of rows, whatever the
--- weights are.
+-- Returns the loss against class probabilities. As in PyTorch, the divisor of the mean is the number of rows, whatever
+-- the weights are.
 local function soft_loss(logp, target, chosen, smooth, call)
   local reduction, V = chosen.reduction or "mean", logp:size(-1)
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")

@@ -45,9 +45,9 @@ end
 local RANK = { [C.PS_BOOL] = 0, [C.PS_U8] = 1, [C.PS_I32] = 2, [C.PS_I64] = 3, [C.PS_F16] = 4, [C.PS_BF16] = 4,
   [C.PS_F32] = 5, [C.PS_F64] = 6 }
 
--- Converts b to a's type if an op of a and b has a result of a's type. Otherwise multiples of b could overflow b's
--- narrower type. A tensor without dimensions does not determine the type of the result if the other tensor is of the
--- same kind (integer or float).
+-- Converts b to a's type if an op of a and b has a result of a's type. Without the conversion, multiples of b could
+-- overflow b's narrower type. A tensor without dimensions does not determine the type of the result if the other tensor
+-- is of the same kind (integer or float).
 local function widened_to(a, b)
   if not (is_tensor(a) and is_tensor(b)) or RANK[b.dtype_] >= RANK[a.dtype_] then return b end
   local same_kind = FLOAT[a.dtype_] == FLOAT[b.dtype_] and b.dtype_ ~= C.PS_BOOL
@@ -107,8 +107,8 @@ local function with_number(op, a, b)
   return narrow and ops.cast(y, t.dtype_) or y
 end
 
--- Returns whether a number is a power of 2 or the negative of one. This is the case if all bits of its fraction are 0.
--- math.frexp is not used, because LuaJIT does not compile it.
+-- Returns whether a number is a power of 2 or the negative of a power of 2. This is the case if all bits of its
+-- fraction are 0. math.frexp is not used, because LuaJIT does not compile it.
 local bits = ffi.new "union { double number; struct { uint32_t low, high; } half; }"
 local function is_power_of_2(x)
   bits.number = x
@@ -190,7 +190,8 @@ function T:relu()
   if is_tensor(self) and not FLOAT[self.dtype_] then return ops.clamp(self, 0, math.huge) end
   return ops.relu(self)
 end
---- Returns x times the probability that a standard normal variable is at most x. "tanh" approximates this probability.
+--- Returns x times the probability that a standard normal variable is at most x. With "tanh", this probability is
+--- approximated.
 ---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
@@ -233,8 +234,8 @@ function T:clamp(low, high)
   end
   return ops.clamp(x, low or -math.huge, high or math.huge)
 end
--- Returns a number as an operand of `where`, on the device of `on`. `like` is the other operand, or nil if that is a
--- number too.
+-- Returns a number as an operand of `where`, on the device of `on`. `like` is the other operand, or nil if the other
+-- operand is a number too.
 local function beside(like, value, on)
   if not like then return scalar(on, value, C.PS_F32) end
   if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
@@ -418,7 +419,7 @@ local TOPK = { dim = "whole", largest = "boolean", sorted = "boolean" }
 ---@param d? integer|{dim?: integer, largest?: boolean, sorted?: boolean} the dimension (default -1), or a table with
 --- all further arguments by name
 ---@param largest? boolean (default true)
----@param sorted? boolean (default true); false does not change the order
+---@param sorted? boolean (default true); with false, the results are sorted, too
 ---@return ps.Tensor values of this shape, with k in dimension d
 ---@return ps.Tensor indices int64, of values' shape
 function T:topk(k, d, largest, sorted)
@@ -459,8 +460,8 @@ end
 local function rest_of_mean(x, mean, dims) return (x - mean):mean(dims, true) end
 
 -- Returns the variance over all dimensions or over the last dimension, computed by one op. If root_of is 1, returns the
--- square root of the variance. Returns nil if the op cannot be used: if a gradient is needed, for other dimensions, and
--- on a device that does not use host memory.
+-- square root of the variance. Returns nil if a gradient is needed, if `dims` selects other dimensions, or if the
+-- device does not use host memory, because the op cannot be used in these cases.
 local function host_variance(x, dims, unbiased, keepdim, root_of)
   if not (is_tensor(x) and FLOAT[x.dtype_] and native.on_host(x)) or x:needs_grad() and scope.grad_enabled() then
     return nil
@@ -641,8 +642,8 @@ function T:normal_(mean, std)
   end
   return alone(self, ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)))
 end
---- Sets the elements to uniformly distributed numbers in [low, high), in place. They are computed from Philox counters
---- (ps.manual_seed).
+--- Sets the elements to uniformly distributed numbers in [low, high), in place. The numbers are computed from Philox
+--- counters (ps.manual_seed).
 ---@param low? number (default 0)
 ---@param high? number at least low (default 1)
 ---@return ps.Tensor self

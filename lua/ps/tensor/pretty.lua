@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Prints values at the prompt. The keys of nested tables are sorted, and strings are quoted. A tensor is printed as its
--- shape, its type, its device and a corner of its values. Printing never raises an error. Instead, it shows that a
--- tensor was dropped, that a table contains itself, or that __tostring failed.
+-- shape, its type, its device and a corner of its values. Printing never raises an error. If a tensor was dropped, a
+-- table contains itself, or __tostring failed, the printed text says so.
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 local C = ffi.C
@@ -17,7 +17,7 @@ local pretty = {}
 
 local EDGE = 3           -- elements shown at each end of a long dimension
 local CORNER = 150       -- largest number of values read for one tensor
-local WHOLE = 2 ^ 53     -- doubles below it hold every whole number
+local WHOLE = 2 ^ 53     -- doubles represent every whole number below 2^53
 
 local escapes = { ["\n"] = "\\n", ["\t"] = "\\t", ["\r"] = "\\r", ["\""] = "\\\"", ["\\"] = "\\\\", ["\0"] = "\\0" }
 

@@ -21,7 +21,7 @@ local function given(t, call, name)
 end
 
 -- Shortens an index that is the same along all dimensions after d because it was expanded. Drops these dimensions. The
--- shorter index selects whole slices, which is faster.
+-- shortened index selects whole slices, which is faster than selecting elements.
 local function shortened(x, d, idx)
   if idx.ndim ~= x.ndim or d == idx.ndim - 1 then return idx end
   local expanded = false
@@ -70,8 +70,8 @@ local function part_for(x, idx, src, call)
   return src
 end
 
---- Picks elements along dimension d. The element y[i][j].. is an element of x. Its coordinates are i, j and so on,
---- except that coordinate d is idx[i][j]...
+--- Picks elements along dimension d. For example, for d = 1 and three dimensions, element [i][j][k] of the result is
+--- element [i][idx[i][j][k]][k] of x.
 ---@param d integer
 ---@param idx ps.Tensor integers, with x's number of dimensions
 ---@return ps.Tensor of idx's shape
@@ -94,8 +94,8 @@ end
 local SCATTER = { add = "scatter_add", multiply = "prod" }
 
 --- Returns a copy of x in which the elements of src replace the elements that gather(d, idx) would read. If several
---- elements of src have the same target, the last one in row-major order is written, and the gradient of the others is
---- 0.
+--- elements of src have the same target, the last one in row-major order is written, and the gradient of the other
+--- elements of src is 0.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger

@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Numbers segments for dropout. A row of [B, T] can contain several sequences, which are called segments. While a part
 -- of a model computes rows with segments, each segment is a separate sample. A sequence then has the same dropout masks
--- as in a batch that contains only this sequence (src/base/philox.h). Attention uses the same numbers. It gets the
--- segments as its mask.
+-- as in a batch that contains only this sequence (src/base/philox.h). Attention gets the same segments as its mask.
 local create = require "ps.tensor.create"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"
@@ -68,7 +67,8 @@ local function leave(was, ...)
   return ...
 end
 
---- Wraps the parts of a model (nn/parts.lua). Their dropout then numbers the segments in the mask of the batch.
+--- Wraps the parts of a model (nn/parts.lua). Dropout in the wrapped parts then numbers the segments in the mask of the
+--- batch.
 ---@param list ps.nn.Part[]
 ---@return ps.nn.Part[] list
 function segments.parts(list)

@@ -57,7 +57,7 @@ function T:reshape_as(other) return self:reshape(given(other, "reshape_as", "the
 ---@return ps.Tensor
 function T:view_as(other) return self:view(given(other, "view_as", "the other tensor"):shape()) end
 
---- Returns all windows of a size along dimension d. The result is a copy. (PyTorch's result is a view.)
+--- Returns all windows of `size` elements along dimension d. The result is a copy. (PyTorch's result is a view.)
 ---@param d integer
 ---@param size integer size of a window
 ---@param step integer distance from the start of a window to the start of the next window
@@ -118,7 +118,7 @@ end
 
 local int64_array, INDICES = array "int64_t", { dtype = "int64", device = "cpu" }
 
--- The columns of row i that are in a triangle are first_of to last_of - 1.
+-- In row i, a triangle contains the columns first_of() to last_of() - 1.
 local function first_of(i, offset, upper) return upper == 1 and math.max(0, i + offset) or 0 end
 local function last_of(i, columns, offset, upper)
   return upper == 1 and columns or math.max(0, math.min(columns, i + offset + 1))
@@ -289,7 +289,7 @@ function T:diff(n, d)
 end
 
 for name, factor in pairs { log2 = 1 / math.log(2), log10 = 1 / math.log(10) } do
-  --- Returns the logarithm of each element. The name of the method gives the base.
+  --- Returns the logarithm of each element. The name of the method contains the base.
   ---@return ps.Tensor
   T[name] = function(self) return ops.affine(ops.log(self), factor, -0.0) end
 end

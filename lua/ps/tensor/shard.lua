@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Describes how the ranks of tensor parallelism store a parameter. It is either whole on every rank, or cut along one
--- dimension into equal parts, one on each rank. Such a part is called a shard. With the description, files, the engine
--- and layers find a rank's values in the whole tensor.
+-- Describes how the ranks of tensor parallelism store a parameter. A parameter is either whole on every rank, or cut
+-- along one dimension into equal parts, one on each rank. Such a part is called a shard. Files, the engine and layers
+-- use the description to find a rank's values in the whole tensor.
 --
 -- A dimension may consist of several equal blocks, such as the queries, keys and values in one weight of GPT-2. In that
 -- case each block is cut, and a rank has its part of each block. If the number of ranks does not divide a dimension (of
 -- a vocabulary, for example), the dimension may be padded at its end. The last shards contain the padding. Files never
--- contain it.
+-- contain padding.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -33,7 +33,7 @@ local partial = setmetatable({}, { __mode = "k" })          -- parameters whose 
 local OPTIONS = { dim = "whole", blocks = "whole", index = "whole", count = "whole", full_shape = "table",
   padded = "whole" }
 
--- Returns the number of elements that each rank has of each block of the cut dimension.
+-- Returns the number of elements that each rank holds of each block in the cut dimension.
 local function run_of(desc)
   return (desc.full_shape[desc.dim + 1] + (desc.padded or 0)) / desc.blocks / desc.count
 end
@@ -155,8 +155,8 @@ function shard.whole_numel(parameter)
   return n
 end
 
---- Marks a parameter that is whole on every rank, but that each rank applies to other inputs. The gradient of such a
---- parameter is the sum over all ranks.
+--- Marks a parameter that is whole on every rank, but that each rank applies to different inputs. The gradient of such
+--- a parameter is the sum over all ranks.
 ---@param parameter ps.Tensor
 ---@return ps.Tensor parameter
 function shard.set_partial(parameter)

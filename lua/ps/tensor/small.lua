@@ -14,8 +14,8 @@ local T = tensor.T
 
 local FLOAT = native.FLOAT
 
--- Converts a tensor to fp32 or int64 if it has a narrower type, and calls fn. The result of a half type is converted
--- back to that type. The result of an integer type stays int64.
+-- Converts a tensor to fp32 or int64 if it has a narrower type, and calls fn. For a half type, the result is converted
+-- back to this type. For an integer type, the result stays int64.
 local function wide(t, fn, ...)
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 or t.dtype_ == C.PS_I64 then return fn(t, ...) end
   if FLOAT[t.dtype_] then return ops.cast(fn(ops.cast(t, C.PS_F32), ...), t.dtype_) end
@@ -86,7 +86,7 @@ function T:cumprod(d)
   return wide((autocast.full(self)), ops.cumprod, dim_index(self, d))
 end
 
---- Returns the products of all pairs of an element of this vector and an element of another vector.
+--- Returns the outer product: the product of each element of this vector with each element of another vector.
 ---@param other ps.Tensor [M]
 ---@return ps.Tensor [N, M], for this vector [N]
 function T:outer(other)
@@ -199,7 +199,7 @@ function T:lerp(stop, weight)
     error(("lerp takes floats of one type, not %s and %s"):format(self:dtype(), stop:dtype()))
   end
   if not is_tensor(weight) then return ops.lerp(self, stop, caller.typed(weight, "number", "lerp: the weight")) end
-  -- Begins at the end that is closer, as PyTorch does. The weight 1 then returns the other tensor exactly.
+  -- Starts from the closer of the two tensors, as PyTorch does. The weight 1 then returns the other tensor exactly.
   local way, far = stop - self, weight:abs():ge(0.5)
   return tensor.where(far, stop - way * (1 - weight), self + way * weight)
 end
@@ -224,7 +224,7 @@ local function close_elements(a, b, rtol, atol, equal_nan)
   return same:logical_or(distance:le(y:abs() * rtol + atol):logical_and(distance:isfinite()))
 end
 
--- Returns whether |a - b| <= atol + rtol |b| holds for each element. Infinities of the same sign are close.
+-- Returns whether |a - b| <= atol + rtol * |b| holds for each element. Infinities of the same sign are close.
 local function close(a, b, rtol, atol, equal_nan, call)
   if type(rtol) == "table" then
     local options = caller.options(rtol, call, CLOSE)
@@ -237,17 +237,17 @@ local function close(a, b, rtol, atol, equal_nan, call)
   return scope.no_grad(close_elements, a, b, rtol, atol, equal_nan)
 end
 
---- Returns a tensor that is true where two tensors are nearly equal: |a - b| <= atol + rtol |b|. Differences are
+--- Returns a tensor that is true where two tensors are nearly equal: |a - b| <= atol + rtol * |b|. Differences are
 --- computed in fp64.
----@param other ps.Tensor of a shape that broadcasts with this one's
+---@param other ps.Tensor of a shape that broadcasts with this tensor's shape
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8
 ---@param equal_nan? boolean whether NaN equals NaN (default false)
 ---@return ps.Tensor bool
 function T:isclose(other, rtol, atol, equal_nan) return close(self, other, rtol, atol, equal_nan, "isclose") end
 
---- Returns whether all elements of two tensors are nearly equal. The rule is that of isclose.
----@param other ps.Tensor of a shape that broadcasts with this one's
+--- Returns whether all elements of two tensors are nearly equal. Elements are compared as in isclose.
+---@param other ps.Tensor of a shape that broadcasts with this tensor's shape
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8
 ---@param equal_nan? boolean whether NaN equals NaN (default false)

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Converts gradients for scripts. A script gets the gradients of the micro-batch's loss, in hooks and in the backward
 -- of its own functions. In an engine's walk, however, all gradients have a factor: the weight of the micro-batch times
--- the loss scale (engine/step/weigh.lua). The walk divides by this factor before it runs the script's function, and
--- multiplies by it afterwards. Both are exact only if the factor is a power of two. fp16 gradients are passed in fp32,
--- because without the loss scale small gradients would be zero in fp16.
+-- the loss scale (engine/step/weigh.lua). The walk divides gradients by this factor before it runs the script's
+-- function, and multiplies the function's results by the factor afterwards. Both operations are exact only if the
+-- factor is a power of two. fp16 gradients are passed in fp32, because without the loss scale small gradients would be
+-- zero in fp16.
 local scope = require "ps.core.scope"
 
 local unscaled = {}
@@ -19,7 +20,7 @@ function unscaled.of(grad, factor)
   return grad * (1 / factor)
 end
 
---- Multiplies a gradient by the factor of the walk. The gradient is one that the script returned.
+--- Multiplies a gradient that the script returned by the factor of the walk.
 ---@param grad ps.Tensor
 ---@param factor? number
 ---@return ps.Tensor
