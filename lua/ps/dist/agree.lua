@@ -22,7 +22,7 @@ local NO = "\0no"                                          -- differs from the t
 ---@return number
 function agree.hash_number(hash) return tonumber(hash / 2048) end
 
---- Returns a hash of a text as a number. If different texts have equal numbers, this is a hash collision.
+--- Returns a hash of a text as a number. Different texts have different numbers, unless their hashes collide.
 ---@param text string
 ---@return number
 function agree.text_hash(text) return agree.hash_number(C.ps_xxh3(text, #text)) end
@@ -69,7 +69,8 @@ function agree.texts(group, text)
   return texts
 end
 
--- Joins the ranks' texts into one text. Ranks with equal texts share a line, which names them by their global ranks.
+-- Joins the ranks' texts into one text. Ranks with equal texts share a line. The line names these ranks by their global
+-- numbers.
 local function together(group, texts)
   local lines, ranks = {}, {}
   for rank, text in ipairs(texts) do
@@ -95,7 +96,7 @@ local function words(problem)
   return text == "" and SILENT or text
 end
 
---- Runs fn on every rank. If it fails on any rank, all ranks raise the same error, which names the failed ranks.
+--- Runs fn on every rank. If fn fails on any rank, all ranks raise the same error, which names the failed ranks.
 ---@generic T
 ---@param group? ps.Group
 ---@param fn fun(): T
@@ -132,7 +133,7 @@ function agree.all(group, fn)
   return all
 end
 
---- Runs fn only on the group's rank 0. All ranks get its result.
+--- Runs fn only on the group's rank 0. All ranks get the result of fn.
 ---@param group? ps.Group
 ---@param fn fun(): string?
 ---@return string
@@ -212,7 +213,7 @@ end
 ---@param group ps.Group
 ---@param text string
 ---@return integer? rank in the group, from 0
----@return string? its that rank's text
+---@return string? its the text of this rank
 ---@return string? first rank 0's text
 function agree.differs(group, text)
   local rows = agree.numbers(group, { agree.text_hash(text), #text }, "int64")

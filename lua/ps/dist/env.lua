@@ -19,12 +19,12 @@ local env = {}
 ---@field master_port integer?
 ---@field source string                "flags", "torchrun", "OpenMPI", "PMI", "Slurm" or "one process"
 ---@field restart_count integer        how often the launcher has restarted these ranks
----@field run string?                  the run's name, which distinguishes it from other runs
+---@field run string?                  the run's name, which no other run has
 ---@field machines integer             1 if all ranks are on this machine, 2 if they are on several machines, 0 if this
 ---  is unknown
 ---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
-local FIRST_PORT, PORTS = 10000, 20000       -- range of ports derived from a job's id, below the system's range
+local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id, below SYSTEM_PORT: first port, count
 local SYSTEM_PORT = 32768                    -- Linux uses the ports from this number for outgoing connections
 local USUAL_PORT = 29500                     -- port if only MASTER_ADDR is set, as in DeepSpeed
 local MOST_HOSTS = 65536
@@ -53,7 +53,7 @@ local function number(get, name, low, high, note)
   return value and whole(name, value, low, high or 2 ^ 31 - 1, note)
 end
 
--- Returns the rank and the size from the variables with these names. Returns nil unless both are set.
+-- Returns the rank and the size from the variables with these names. Returns nil unless both variables are set.
 local function pair(get, rank_name, size_name)
   if not (get(rank_name) and get(size_name)) then return nil end
   local size = number(get, size_name, 1)
@@ -93,7 +93,7 @@ end
 
 --- Returns the hosts of a node list in Slurm's form: "a[1-3,7],b" means a1, a2, a3, a7, b.
 ---@param text string
----@param name? string  the variable that contains it, for errors
+---@param name? string  the variable that contains the text, for errors
 ---@return string[]
 function env.hosts(text, name)
   local function bad()
@@ -142,7 +142,7 @@ local function slurm_local(get, world_size)
   local nodes_name = first_set(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
   local nodes = nodes_name and number(get, nodes_name, 1)
   if nodes == 1 then size = world_size end
-  if size and size > world_size then size = nil end  -- the count is that of the whole job; this step has fewer tasks
+  if size and size > world_size then size = nil end  -- the count is for the whole job; this step has fewer tasks
   local high = (size or world_size) - 1
   return number(get, "SLURM_LOCALID", 0, high, (" (there are %d tasks here)"):format(high + 1)), size
 end
@@ -165,7 +165,7 @@ function sources.torchrun(get)
   local assumed = not local_rank
   if assumed then
     -- LOCAL_RANK is missing if each pod has one process (PyTorchJob). If a pod has several processes, a launcher should
-    -- have started this process. Without the launcher, it would wait for ranks that are never started.
+    -- have started this process. Without the launcher, this process would wait for ranks that are never started.
     local a_pod = tonumber((get("PET_NPROC_PER_NODE") or ""):match("^%d+$"))
     if a_pod and a_pod > 1 then
       fail("PET_NPROC_PER_NODE is '%d', but LOCAL_RANK is not set; start the script with tools/launch.lua in each pod, "
@@ -203,7 +203,7 @@ function sources.PMI(get)
 end
 
 function sources.Slurm(get)
-  -- A batch script has SLURM_PROCID, too, but it is a single process. Only srun starts ranks.
+  -- A batch script also has SLURM_PROCID, but the script is a single process. Only srun starts ranks.
   if get("ENVIRONMENT") == "BATCH" and not get("SLURM_STEP_ID") then return nil end
   local size_name = first_set(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or "SLURM_NTASKS"
   local rank, size = pair(get, "SLURM_PROCID", size_name)
@@ -257,8 +257,8 @@ end
 
 -- -- where the ranks meet ---------------------------------------------------------------------------------------------
 
--- Returns the process that started all ranks of this node. It is the nearest ancestor that belongs to MPI or Slurm,
--- even if there are shells between it and this process. If there is no such ancestor, it is the parent.
+-- Returns the id of the process that started all ranks of this node. This is the nearest ancestor that belongs to MPI.
+-- Shells may be between the ancestor and this process. If there is no such ancestor, returns the id of the parent.
 local function starter()
   local parent = require("posix.unistd").getppid()
   local pid = parent
@@ -274,8 +274,8 @@ local function starter()
   return parent
 end
 
--- Returns 1 if the variables show that all ranks are on one machine, 2 if they show several machines, or 0 if this is
--- unknown. With one process per pod, it is unknown where the other pods run.
+-- Returns 1 if the variables show that all ranks are on one machine, 2 if they show that the ranks are on several
+-- machines, or 0 if this is unknown. With one process per pod, it is unknown where the other pods run.
 local function machines_of(found)
   if found.world_size == 1 then return 1 end
   if found.nodes and found.nodes > 1 then return 2 end

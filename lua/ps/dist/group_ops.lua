@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of ps.Group that are ops. Each of them returns a new tensor with a gradient (src/tensor_parallel/).
+-- Methods of ps.Group that are ops. Each op returns a new tensor with a gradient (src/tensor_parallel/).
 -- dist/init.lua adds them to the class. copy_to, reduce_from, scatter_to and gather_from have Megatron's names. In
 -- shapes, `size` is the number of ranks.
 local native = require "ps.core.ffi"
@@ -33,19 +33,19 @@ end
 ---@return ps.Tensor
 function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
 
---- Concatenates the ranks' tensors [n, ...] to a tensor [size n, ...]. All ranks' gradients of the result are summed,
+--- Concatenates the ranks' tensors [n, ...] to a tensor [size * n, ...]. All ranks' gradients of the result are summed,
 --- and the gradient of x [n, ...] is this rank's part of the sum.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered", x)) end
 
---- Sums all ranks' x [size n, ...] and returns this rank's part [n, ...] of the sum. The gradient [size n, ...] is the
---- concatenation of all ranks' gradients.
+--- Sums all ranks' x [size * n, ...] and returns this rank's part [n, ...] of the sum. The gradient [size * n, ...] is
+--- the concatenation of all ranks' gradients.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
 
---- Returns `gathered(x)`. If the result has a size of at least 1 MiB, backward keeps only x and gathers it again.
+--- Returns `gathered(x)`. If the result has a size of at least 1 MiB, backward keeps only x and gathers x again.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self, "gathered_again", x)) end
@@ -65,7 +65,7 @@ local function of_product(self, call, x, w, how)
   return how, pieces, how.out_in == false and 0 or 1, number, size, rank
 end
 
--- Reshapes the rows y [size n ..., O] so that they have the dimensions of an x with the shape [n, ..., I].
+-- Reshapes the rows y [size * n ..., O] so that they have the dimensions of an x with the shape [n, ..., I].
 local function with_dims(y, shape)
   local rows, to = 1, { unpack(shape) }
   for i = 2, #shape - 1 do rows = rows * shape[i] end
@@ -93,16 +93,16 @@ local function gathered_linears(self, call, x, layers, how)
   return unpack(y, 1, #layers)
 end
 
---- Returns `gathered(x)` times w, plus b. With several pieces, this is a single op that sends one piece while it
---- multiplies another. Backward gathers x again, and sums the gradient of x over the ranks. It also multiplies during
---- these exchanges.
+--- Returns `gathered(x)` times w, plus b. With several pieces, a single op gathers and multiplies: it sends one piece
+--- while it multiplies another piece. Backward gathers x again, and sums the gradient of x over the ranks. Backward
+--- also multiplies during these exchanges.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param w ps.Tensor [O, I], or [I, O]
 ---@param b? ps.Tensor [O]
 ---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean} out_in: false if w is [I, O]. pieces: 1 to 8; with
 --- 1, the default, all rows are gathered before the product begins. keep: if true, backward keeps the gathered rows;
 --- rows of less than 1 MiB in total are always kept
----@return ps.Tensor [size n, ..., O]
+---@return ps.Tensor [size * n, ..., O]
 function Group:gathered_linear(x, w, b, how)
   return (gathered_linears(self, "gathered_linear", x, { { w, b } }, how))
 end
@@ -112,7 +112,7 @@ end
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param layers {[1]: ps.Tensor, [2]?: ps.Tensor}[] 1 to 3 pairs {w, b}, or {w}
 ---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean}
----@return ps.Tensor ... [size n, ..., O], one result for each pair
+---@return ps.Tensor ... [size * n, ..., O], one result for each pair
 function Group:gathered_linears(x, layers, how)
   local call = "gathered_linears"
   if type(layers) ~= "table" or #layers < 1 or #layers > C.PS_MAX_COLUMNS then
@@ -126,9 +126,9 @@ function Group:gathered_linears(x, layers, how)
   return gathered_linears(self, call, x, layers, how)
 end
 
---- Returns `scattered(x times w)`. With several pieces, this is a single op that sends one piece while it multiplies
---- another, in backward, too.
----@param x ps.Tensor [size n, ..., I]
+--- Returns `scattered(x times w)`. With several pieces, a single op multiplies and scatters: it sends one piece while
+--- it multiplies another piece. Backward does the same.
+---@param x ps.Tensor [size * n, ..., I]
 ---@param w ps.Tensor [O, I], or [I, O]
 ---@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} out_in and pieces: as in gathered_linear; with
 --- pieces = 1 the whole product is computed before rows are exchanged. flat: all dimensions of x except the last are
@@ -161,9 +161,10 @@ local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "b
 --- logits of its V words, in panels of rows. For each row, the ranks exchange three numbers, or four numbers with
 --- `mass`. Gradients are computed together with the loss, as in F.lm_loss.
 ---
---- A row's loss is share[0] lse - share[1] logit(target) - share[2] sum(mass logit), where lse is the log-sum-exp of
---- the row's logits over all words. The result is the sum over the rows. It is equal on all ranks and counts once. Each
---- rank computes the gradients of w and bias for its own words. The gradient of x is the sum over the ranks.
+--- A row's loss is share[0] * lse - share[1] * logit(target) - share[2] * sum(mass * logit), where lse is the
+--- log-sum-exp of the row's logits over all words. The result is the sum over the rows. It is equal on all ranks and
+--- counts once. Each rank computes the gradients of w and bias for its own words. The gradient of x is the sum over the
+--- ranks.
 ---@param x ps.Tensor [N, C], equal on all ranks; with `parted`, this rank's rows [N / size, C]
 ---@param w ps.Tensor [V, C], this rank's words
 ---@param targets ps.Tensor integers [N], equal on all ranks
@@ -171,11 +172,11 @@ local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "b
 ---@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number, hits?: boolean}
 --- words: number of words of all ranks together. Each rank has ceil(words / size) words, and the last words of the last
 --- rank may be padding. bias: [V]. mass: [V], with the dtype of `share`. dloss: a power of two, to avoid underflow in
---- fp16. The loss is multiplied by it before gradients are computed, and the gradients are divided by it afterwards
---- (default 1). hits: whether to count hits
+--- fp16 (default 1). The loss is multiplied by dloss before gradients are computed, and the gradients are divided by
+--- dloss afterwards. hits: whether to count hits
 ---@return ps.Tensor of 0 dimensions
 ---@return ps.Tensor? hits int64 [2], if `hits` is true: the number of rows in which the first largest logit over all
---- words is that of the target, and the number of rows that count
+--- words is the target's logit, and the number of rows that count
 function Group:lm_loss(x, w, targets, share, options)
   local number, size, rank = attributes(self, "lm_loss", x)
   local given = caller.options(options, "group:lm_loss", LM_LOSS)
@@ -185,7 +186,7 @@ function Group:lm_loss(x, w, targets, share, options)
 end
 
 --- Returns the root's tensor on all ranks. On the other ranks, x must have the same shape. The gradient on the root is
---- the sum of all ranks' gradients. On the other ranks it is zero.
+--- the sum of all ranks' gradients. On the other ranks the gradient is zero.
 ---@param x ps.Tensor
 ---@param root? integer (default 0)
 ---@return ps.Tensor

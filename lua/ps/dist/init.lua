@@ -37,8 +37,8 @@ local DEFAULT_HEARTBEAT_S = 7  -- with heartbeats every second, all ranks detect
 
 ---@class ps.dist.Options
 ---@field seed? integer
----@field backend? string "nccl" sends GPU memory over NCCL, or raises an error. "gloo" never uses NCCL, and even a
----  single process then gets a Gloo group. By default, NCCL is used if all ranks have it
+---@field backend? string "nccl" sends GPU memory over NCCL, or raises an error. "gloo" never uses NCCL. With "gloo", a
+---  single process also gets a Gloo group. By default, NCCL is used if all ranks have it
 ---@field pipe_size? integer the configuration's pipeline.stages
 ---@field tp_size? integer the configuration's tensor_parallel.size
 ---@field num_micro_batches? integer the configuration's gradient_accumulation_steps
@@ -46,14 +46,14 @@ local DEFAULT_HEARTBEAT_S = 7  -- with heartbeats every second, all ranks detect
 ---@field rank? integer
 ---@field world_size? integer
 ---@field local_rank? integer
----@field timeout? number seconds that the creation of the group may wait, and that each call may wait (default 600)
+---@field timeout? number largest waiting time in seconds, for creating the group and for each call (default 600)
 ---@field heartbeat? number seconds after which a silent rank counts as dead (default 7); must be equal on all ranks
 ---@field quiet? boolean
 
 ---@class ps.Group
 ---@field backend string "gloo" or "self"
 ---@field devices {never?: boolean, must?: boolean} whether devices must not be connected, or must be connected
----@field private parts table<ps.Group, true> the groups that were split from it
+---@field private parts table<ps.Group, true> the groups that were split from this group
 ---@field private c ffi.cdata*|nil ps_group *; nil after the group was closed
 local Group = {}
 Group.__index = Group
@@ -65,17 +65,17 @@ function Group:rank() return C.ps_group_rank(open(self)) end
 --- Returns the number of ranks in the group.
 ---@return integer
 function Group:size() return C.ps_group_size(open(self)) end
---- Returns how many tensor bytes this rank has sent to other ranks since the group was created.
+--- Returns the number of bytes of tensors that this rank has sent to other ranks since the group was created.
 ---@return integer
 function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
 
---- Returns how many bytes of `bytes_sent` were sent in pieces while products ran.
+--- Returns the number of bytes that were sent in pieces while products ran. `bytes_sent` also counts these bytes.
 ---@return integer
 function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open(self))) end
 
---- Connects the ranks' devices of this name, so that the calls below accept tensors on them. All ranks must call it.
---- The first collective with such tensors also connects the devices. The error EUNSUP means that some rank cannot
---- connect. The group then continues to send through host memory.
+--- Connects the ranks' devices of this name, so that the calls below accept tensors on these devices. All ranks must
+--- call this function. The first collective with such tensors also connects the devices. The error EUNSUP means that
+--- some rank cannot connect. The group then continues to send through host memory.
 ---@param device string
 ---@return string carrier the library that sends the bytes: "nccl", "gloo" ("self" in a world of one process)
 function Group:connect(device)
@@ -106,9 +106,10 @@ function Group:all_reduce(t, reduce)
   return t
 end
 
---- Sums all ranks' `input`, and writes this rank's part of the sum to `out`. The sum has one equal part per rank.
+--- Sums all ranks' `input`, and writes this rank's part of the sum to `out`. The sum is divided into equal parts, one
+--- per rank.
 ---@param out ps.Tensor [n, ...], overwritten
----@param input ps.Tensor [size n, ...]
+---@param input ps.Tensor [size * n, ...]
 ---@return ps.Tensor out
 function Group:reduce_scatter(out, input)
   check(C.ps_group_reduce_scatter(open(self), tensor(out, "out", "reduce_scatter"),
@@ -117,7 +118,7 @@ function Group:reduce_scatter(out, input)
 end
 
 --- Concatenates all ranks' `input` in the order of ranks, and writes the result to `out`.
----@param out ps.Tensor [size n, ...], overwritten
+---@param out ps.Tensor [size * n, ...], overwritten
 ---@param input ps.Tensor [n, ...]
 ---@return ps.Tensor out
 function Group:all_gather(out, input)
@@ -153,7 +154,7 @@ function Group:recv(t, peer)
   return t
 end
 
---- Closes the group and the groups that were split from it. They cannot be used afterwards. A second call does nothing.
+--- Closes the group and the groups that were split from it. Closed groups cannot be used. A second call does nothing.
 --- First waits for all transfers of GPU memory that are still running in any group of the process. If a transfer does
 --- not complete, raises an error after the group is closed.
 function Group:close()
@@ -176,9 +177,9 @@ local function own(backend)
                         parts = setmetatable({}, { __mode = "k" }) }, Group)
 end
 
---- Returns a group of some of these ranks, which uses the same connections. A failure in one group ends all groups that
---- share the connections. All ranks of this group must call it at the same time. Each rank passes the list of the new
---- group that it joins.
+--- Returns a group of some ranks of this group. The new group uses the same connections. A failure in one group ends
+--- all groups that share the connections. All ranks of this group must call this function at the same time. Each rank
+--- passes the list of the new group that it joins.
 ---@param ranks integer[] ranks in this group, in the order of the new group
 ---@param axis string the new group's name in errors: 1 to 15 letters, digits and "_"
 ---@return ps.Group
@@ -195,8 +196,8 @@ function Group:split(ranks, axis)
   return group
 end
 
---- Returns the group's name in errors. This is the axis along which the group was cut, or nil for the group of all
---- ranks.
+--- Returns the group's name in errors. The name is the axis along which the group was cut. Returns nil for the group of
+--- all ranks.
 ---@return string?
 function Group:axis()
   local axis = ffi.string(C.ps_group_axis(open(self)))
@@ -234,7 +235,7 @@ end
 ---@param rendezvous string
 ---@param rank integer
 ---@param size integer
----@param timeout? number seconds that the creation of the group may wait, and that each call may wait
+---@param timeout? number largest waiting time in seconds, for creating the group and for each call
 ---@param heartbeat? number seconds after which a silent rank counts as dead
 ---@param run? string the run's name (default PS_RUN_ID)
 ---@param machines? integer 1 if all ranks are on this machine, 2 if they are on several machines, 0 or nil if this is
@@ -269,7 +270,8 @@ local function check_options(o)
   end
 end
 
--- Returns the options that are settings of a configuration, by configuration key. A value is {value, name in messages}.
+-- Returns the options that are settings of a configuration, by configuration key. Each entry is {value, name in
+-- messages}.
 local function asked(o)
   local keys = {}
   for name, path in pairs(ASKED) do
@@ -278,8 +280,8 @@ local function asked(o)
   return keys
 end
 
---- Joins the other ranks. Without a launcher and explicit values, the process is a world of one rank. Rank 0 prints
---- once where the ranks were read from, unless `quiet` is set.
+--- Joins the other ranks. Without a launcher and explicit values, the process is a world of one rank. Unless `quiet` is
+--- set, rank 0 prints once which source its rank was read from.
 ---@param options? ps.dist.Options seed: argument of ps.manual_seed, equal on all ranks
 ---@return ps.Group
 function dist.init_distributed(options)
@@ -329,8 +331,8 @@ function dist.world_size() return mesh.env() and mesh.env().world_size or 1 end
 ---@return integer
 function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
---- Prints values on only one rank, like print. By default this is rank 0. A table { rank = n } after the values chooses
---- another rank. So does the second of two arguments, if it is a number: print_rank(text, 1).
+--- Prints values on only one rank, like print. By default, rank 0 prints. A table { rank = n } after the values chooses
+--- another rank. If there are two arguments and the second is a number, it is the rank: print_rank(text, 1).
 ---@param ... any the values, and the rank
 function dist.print_rank(...)
   local given, rank = { n = select("#", ...), ... }, nil
@@ -349,7 +351,7 @@ function dist.print_rank(...)
   io.stdout:flush()
 end
 
---- Returns whether `flag` is true on any rank. The result is the same on all ranks. All ranks must call it.
+--- Returns whether `flag` is true on any rank. The result is the same on all ranks. All ranks must call this function.
 ---@param flag boolean
 ---@return boolean
 function dist.any_rank(flag)

@@ -4,8 +4,8 @@
 --   world   all ranks. Used for configurations, checkpoints, the end of a run, and failures
 --   dp      the ranks that train the same parameters (replicas, or shards with ZeRO) on different rows of every batch.
 --           Used by loaders, and for gradients and losses
---   pp      the ranks that have one stage of a model each, in the order of the model
---   tp      the ranks that have one part each of the same layers
+--   pp      the ranks of a pipeline. Each has one stage of a model, in the order of the model
+--   tp      the ranks that share the same layers. Each has one part of every layer
 -- Ranks are numbered along tp first, then along dp, then along pp. Until the world is split into groups, dp has all
 -- ranks.
 local caller = require "ps.core.caller"
@@ -34,7 +34,7 @@ local wanted = {}               -- settings that scripts made, by configuration 
 local sizes                     -- sizes of the axes, or nil before the world is cut
 local groups = {}               -- groups by axis, without groups of one rank
 
---- Sets the group of all ranks. ps.init_distributed calls it after the ranks have joined.
+--- Sets the group of all ranks. ps.init_distributed calls this function after the ranks have joined.
 ---@param group ps.Group of one rank or more
 ---@param where ps.dist.Env
 ---@param asked? table<string, any[]>
@@ -68,8 +68,8 @@ local function check_axis(axis)
   end
 end
 
--- Considers the ranks that differ from a rank only along one axis. Returns the first of them, and the distance between
--- two neighbours.
+-- Returns the first of the ranks that differ from `rank` only along one axis. Also returns the distance between two
+-- neighbours of these ranks.
 local function first_of_line(axis, all, rank)
   local stride = 1
   for _, cut in ipairs(CUTS) do
@@ -120,9 +120,9 @@ local function complete(given, world)
   return all
 end
 
---- Cuts the world along axes. { dp =, pp =, tp = } has the number of ranks along each axis, and their product is the
---- world's size. dp defaults to the world's size divided by the others. All ranks must call it at the same time. A
---- second call with the same sizes does nothing. Create loaders after this call.
+--- Cuts the world along axes. { dp =, pp =, tp = } contains the number of ranks along each axis. The product of these
+--- numbers is the world's size. dp defaults to the world's size divided by pp and tp. All ranks must call this function
+--- at the same time. A second call with the same sizes does nothing. Create loaders after this call.
 ---@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep must be 1
 ---@return {dp: integer, pp: integer, tp: integer} sizes
 function mesh.cut(given)
@@ -167,7 +167,8 @@ function mesh.rank(axis)
   return rest
 end
 
---- Returns the first rank of the group to which a rank belongs along an axis. Returns the rank itself if it is alone.
+--- Returns the first rank of the group to which a rank belongs along an axis. Returns the rank itself if the axis has
+--- size 1.
 ---@param axis "dp"|"pp"|"tp"
 ---@param rank integer global rank
 ---@return integer

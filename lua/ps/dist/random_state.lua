@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Saves and restores the whole state of the random numbers (ps.rng), also as text for files, and shares it among ranks.
--- The state has 64-bit numbers. They are saved as decimal text, because the numbers of Lua and JSON cannot hold them
--- exactly.
+-- Saves and restores the whole state of the random numbers (ps.rng), also as text for files, and shares the state among
+-- ranks. The 64-bit numbers of the state are saved as decimal text, because the numbers of Lua and JSON cannot
+-- represent them exactly.
 local random = require "ps.core.random"
 local agree = require "ps.dist.agree"
 

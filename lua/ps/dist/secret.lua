@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Finds the secret that only the ranks of a run know (docs/distributed.md, "Authentication"). PS_SECRET sets the
 -- secret. If PS_SECRET is not set and all ranks are on this machine, the secret is in a file that all runs of this user
--- share. src/rendezvous/proof.c proves that a rank knows the secret, and never sends it.
+-- share. src/rendezvous/proof.c proves that a rank knows the secret, and never sends the secret.
 local bit = require "bit"
 local fcntl = require "posix.fcntl"
 local stat = require "posix.sys.stat"
@@ -40,8 +40,8 @@ local function own_folder(getenv)
   return path
 end
 
--- Creates the file of the secret. If several processes try, the first one wins. The file is complete before it gets its
--- name.
+-- Creates the file of the secret. If several processes create the file, the first file is kept. The file is complete
+-- before it gets its name.
 local function make(path)
   local temp = ("%s.%d-%s"):format(path, unistd.getpid(), secret.random():sub(1, 8))
   local fd, why = fcntl.open(temp, fcntl.O_WRONLY + fcntl.O_CREAT + fcntl.O_EXCL, FILE_MODE)
@@ -57,7 +57,7 @@ local function make(path)
   end
 end
 
---- Returns the secret that all runs of this user on this machine share. The first run creates it.
+--- Returns the secret that all runs of this user on this machine share. The first run creates the secret.
 ---@param getenv fun(name: string): string?
 ---@return string
 function secret.of_this_machine(getenv)
@@ -79,8 +79,8 @@ local function of_file(path)
   return text
 end
 
---- Returns the secret of a run whose ranks meet at `rendezvous`. Returns nil if there is none. Also returns nil if the
---- ranks meet by a file, because the file itself contains a secret. Errors are strings.
+--- Returns the secret of a run whose ranks meet at `rendezvous`. Returns nil if the run has no secret. Also returns nil
+--- if the ranks meet by a file, because the file itself contains a secret. Errors are strings.
 ---@param getenv fun(name: string): string?
 ---@param rendezvous string
 ---@param here boolean whether all ranks are on this machine
@@ -101,8 +101,8 @@ function secret.find(getenv, rendezvous, here)
   end
 end
 
---- Returns the secret that the launcher passes to the ranks of one attempt on this machine. It is a new secret, unless
---- PS_SECRET is set.
+--- Returns the secret that the launcher passes to the ranks of one attempt on this machine. If PS_SECRET is set, this
+--- is the secret. Otherwise the secret is new for each attempt.
 ---@param getenv fun(name: string): string?
 ---@return string
 function secret.of_attempt(getenv)

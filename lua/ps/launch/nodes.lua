@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Numbers nodes that have no number, like torchrun's c10d without --node-rank. Node 0 is the launcher that can bind the
 -- run's address. The other launchers connect to it and are numbered in the order of arrival. After all launchers have
--- their numbers, node 0 frees the port, because rank 0 listens on it.
+-- their numbers, node 0 frees the port, because rank 0 listens on this port.
 --
 -- Each launcher sends "psluajit-node 1 NNODES NPROC RUN\n". It receives "node K\n" or "no REASON\n".
 local bit = require "bit"
@@ -42,8 +42,8 @@ local function addresses(host, port)
   return list
 end
 
--- Returns a listening socket on one of these addresses. Returns nil if no address belongs to this machine, or if
--- another launcher uses the address.
+-- Returns a listening socket on one of the addresses in `list`. Returns nil if no address belongs to this machine, or
+-- if another launcher uses the address.
 local function listen(list)
   local problem
   for _, at in ipairs(list) do
@@ -74,7 +74,7 @@ end
 local function say(fd, text) return socket.send(fd, text) == #text end
 
 -- -- node 0 -----------------------------------------------------------------------------------------------------------
--- Returns the reason why a launcher's line does not match this launcher's line, or nil if it matches.
+-- Returns the reason why a launcher's line does not match this launcher's line, or nil if the lines match.
 local function mismatch(line, o)
   local nnodes, nproc, run = line:match("^" .. WORD:gsub("%-", "%%-") .. "(%d+) (%d+) (.*)$")
   if not nnodes then return "this is not a launcher of psluajit" end
@@ -141,7 +141,7 @@ local function serve(server, o, ends)
 end
 
 -- -- the others -------------------------------------------------------------------------------------------------------
--- Connects to one of these addresses. Returns nil if no process listens there.
+-- Connects to one of the addresses in `list`. Returns nil if no process listens there.
 local function connect(list)
   for _, at in ipairs(list) do
     local fd = socket.socket(at.family, socket.SOCK_STREAM, 0)
@@ -151,7 +151,7 @@ local function connect(list)
       if not ok and code == errno.EINPROGRESS then
         local fds = { [fd] = { events = { OUT = true } } }
         poll.poll(fds, CONNECT_S * 1000)
-        ok, _, code = socket.connect(fd, at)                   -- a second call returns the result of the first
+        ok, _, code = socket.connect(fd, at)                   -- a second call returns the result of the first call
         ok = ok or code == errno.EISCONN
       end
       if ok then
@@ -163,7 +163,7 @@ local function connect(list)
   end
 end
 
--- Returns the number that node 0 assigns to this node. If node 0 assigns none, returns nil and the reason.
+-- Returns the number that node 0 assigns to this node. If node 0 assigns no number, returns nil and the reason.
 local function ask(fd, o, ends)
   local peer = { fd = fd, text = "" }
   if not say(fd, ("%s%d %d %s\n"):format(WORD, o.nnodes, o.nproc, o.run_id)) then return nil, "it closed the "

@@ -216,7 +216,7 @@ local function address(values)
   return addr or point.host, port or point.port
 end
 
--- Returns the number of ranks on this node, and the smallest number to which failures may reduce it.
+-- Returns the number of ranks on this node, and the smallest number of ranks to which failures may reduce it.
 local function rank_counts(values, nnodes)
   local nproc = values["nproc-per-node"] or 1
   if type(nproc) == "number" then return nproc, nproc end
@@ -228,7 +228,7 @@ local function rank_counts(values, nnodes)
   return nproc.high, nproc.low
 end
 
---- Parses the command line. Raises a string that has the option, its value and the expected form.
+--- Parses the command line. Raises a string that contains the option, its value and the expected form.
 ---@param words string[]
 ---@param getenv? fun(name: string): string?
 ---@return ps.dist.LaunchOptions

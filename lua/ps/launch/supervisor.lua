@@ -8,9 +8,8 @@
 -- * The error that ends a rank of psluajit has a mark before each line (src/main.c). The launcher shows this error
 --   once: in the report of the rank that failed first, or after all ranks have ended. If ranks repeat another rank's
 --   error, their errors are not shown. If a rank does not end, its error is shown after HELD_S.
--- * A rank may end because the group's watch notified it that another rank failed. It may be reaped before the rank
--- that
---   failed. The supervisor then waits for the end of the failed rank, and reports the failed rank instead.
+-- * A rank may end because the group's watch notified it that another rank failed. The notified rank may be reaped
+--   before the failed rank. The supervisor then waits for the end of the failed rank, and reports the failed rank.
 local bit = require "bit"
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
@@ -42,7 +41,8 @@ local READ = 65536
 local LONGEST_LINE = 1048576                 -- in bytes; longer lines are split at this length
 local KEPT_LINES = 24                 -- number of a failed rank's last lines in the report: a message and its traceback
 local GATHER_NS = 1000000             -- time between two polls of output, because reading many lines at once is cheaper
--- Seconds to wait for the end of a rank that other ranks blame. A rank that is silent might not end by itself.
+-- Seconds to wait for the end of a rank that other ranks blame: ENDS_S, or STAYS_S if the rank is silent. A silent rank
+-- might not end by itself.
 local ENDS_S, STAYS_S = 10, 0.3
 local MARK = 30                              -- byte that precedes each line of the error that ends a rank
 local HELD_S = 2                             -- the error of a rank that does not end is shown after this time
@@ -68,9 +68,10 @@ ranks.now = now
 
 -- -- signals ----------------------------------------------------------------------------------------------------------
 
-local before, signal_fd                     -- the signal mask that ranks restore, and the signalfd
+local before, signal_fd                     -- the signal mask that ranks restore; the signalfd
 
--- Returns the signals that were ignored when the launcher started (by nohup or in a background job). They stay ignored.
+-- Returns the signals that were ignored when the launcher started (by nohup or in a background job). These signals stay
+-- ignored.
 local function ignored()
   local f = io.open("/proc/self/status", "rb")
   local text = f and f:read("*a") or ""
@@ -114,7 +115,8 @@ local function pipe()
 end
 
 -- Returns a pipe through which a rank's watch names the ranks that it blames (src/rendezvous/watch.c). Each line in the
--- pipe is "RANK CODE". Returns both ends of the pipe, and the path by which the rank opens it. Neither end blocks.
+-- pipe is "RANK CODE". Returns both ends of the pipe, and the path by which the rank opens the pipe. Neither end
+-- blocks.
 local function blame_pipe()
   local r, w = pipe()
   for _, fd in ipairs { r, w } do
@@ -215,7 +217,8 @@ end
 -- Returns the text of an error without the addresses in its traceback.
 local function words(text) return (text:gsub("0x%x+", "")) end
 
--- Shows each error that is in no report, once. Called after all ranks have ended.
+-- Shows each error that is in no report. Shows equal errors once. Skips the error of a rank that blames another rank.
+-- Called after all ranks have ended.
 local function show_rest(self)
   local known, cause = {}, self.failure
   if cause and cause.error then known[words(cause.error)] = true end
@@ -228,8 +231,8 @@ local function show_rest(self)
   end
 end
 
--- Reads the available bytes of a stream. Returns false at the end of the stream. It then also shows the last line, even
--- if the line has no newline.
+-- Reads the available bytes of a stream. At the end of the stream, shows the last line, even if the line has no
+-- newline, and returns false.
 local function take(self, r, s)
   local data, _, code = unistd.read(s.fd, READ)
   if data == nil and code == 4 then return true end        -- EINTR
@@ -310,7 +313,8 @@ local function kill_all(self, sig)
   end
 end
 
--- Returns the ranks that the watch of a dead rank blamed, as a table from rank to seconds to wait for its end.
+-- Returns the ranks that the watch of a dead rank blamed, as a table from each blamed rank to the seconds to wait for
+-- its end.
 local function blamed_by(r)
   local others, text = {}, unistd.read(r.blames, READ) or ""
   unistd.close(r.blames)
@@ -346,7 +350,7 @@ local function reap(self)
     if not r.how then
       local pid, how, code = wait.wait(r.pid, wait.WNOHANG)
       if pid == r.pid and (how == "exited" or how == "killed") then
-        signal.killpg(r.pid, signal.SIGKILL)              -- its children
+        signal.killpg(r.pid, signal.SIGKILL)              -- ends the rank's children
         warden.remove(r.pid)
         r.how, r.code, r.seconds = how, code, now() - r.began
         self.alive = self.alive - 1
@@ -432,7 +436,7 @@ function ranks.run(specs, o)
     end
     watch(self)
   end)
-  if not ok then                                          -- there is no process or memory left, so all ranks are ended
+  if not ok then                                          -- a rank cannot be started or watched, so all ranks are ended
     kill_all(self, signal.SIGKILL)
     for _, r in ipairs(self.list) do
       if not r.how then wait.wait(r.pid) end

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A process that outlives the launcher briefly. It has the reading end of a pipe. When the launcher ends, in whatever
--- way, the writing end closes. The warden then kills every process group that it knows. Ranks themselves end with the
--- launcher in any case, and the warden is needed for their children. It has its own session, so that signals from a
--- terminal to the launcher's group do not reach it. If the warden is killed, children of ranks may outlive the
--- launcher, but everything else still works.
+-- A process that outlives the launcher briefly. The warden has the reading end of a pipe. When the launcher ends, in
+-- whatever way, the writing end closes. The warden then kills every process group that it knows. Ranks themselves end
+-- with the launcher in any case. The warden is needed for the ranks' children. The warden has its own session, so that
+-- signals from a terminal to the launcher's group do not reach it. If the warden is killed, children of ranks may
+-- outlive the launcher, but everything else still works.
 local fcntl = require "posix.fcntl"
 local signal = require "posix.signal"
 local unistd = require "posix.unistd"
