@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Saves a checkpoint while training continues. The state is copied to host memory, in the layout of the file. A thread
--- of the engine (src/io/saver.c) writes the copy. The memory of the copy is a tensor, so that budgets count it. It is
--- kept between saves until a larger copy is needed, or until it is released. If a step does not fit in the remaining
--- memory, it waits until the file is written.
+-- of the engine (src/io/saver.c) writes the copy. The memory of the copy is a tensor, so that budgets count it. This
+-- memory is kept between saves until a larger copy is needed, or until an allocation needs the memory. If a step does
+-- not fit in the remaining memory, the step waits until the file is written.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local hooks = require "ps.core.hooks"
@@ -64,8 +64,8 @@ local function room(nbytes, quiet)
   return ffi.cast("uint8_t *", (address + ALIGN - 1) / ALIGN * ALIGN)
 end
 
---- Returns whether saving can overlap with training. In a script's dry run it cannot, because tensors have no bytes to
---- copy.
+--- Returns whether saving can overlap with training. Saving cannot overlap in a script's dry run, because tensors have
+--- no bytes to copy.
 ---@return boolean
 function background.possible() return C.ps_machine_pretended() == 0 end
 

@@ -4,12 +4,13 @@
 --   step-00000012.safetensors    a whole checkpoint that one process wrote, or
 --   step-00000012/               a checkpoint of several processes: a file of each rank, and index.json
 --   latest                       two lines: the name of the newest complete checkpoint, and the number of its run
--- While a checkpoint is being written, or after a crash, it also contains step-00000012.tmp-* and similar names. Only
--- one run at a time writes into a folder. Only the process that commits (rank 0) creates and removes files in it.
+-- While a checkpoint is being written, or after a crash, the folder also contains step-00000012.tmp-* and similar
+-- names. Only one run at a time writes into a folder. Only the process that commits (rank 0) creates and removes files
+-- in it.
 --
--- Some file systems, such as NFS, cannot exchange two names. On these, a second save of a step renames the older folder
--- to step-00000012.tmp-*-aside for a moment (ps_file_swap_folder). After a crash at that time, the older folder still
--- has this temporary name. It then counts as a checkpoint until another folder gets the name of the step.
+-- Some file systems, such as NFS, cannot exchange two names. On such a file system, a second save of a step renames the
+-- older folder to step-00000012.tmp-*-aside for a moment (ps_file_swap_folder). After a crash at that time, the older
+-- folder still has this temporary name. It then counts as a checkpoint until another folder gets the name of the step.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local lfs = require "lfs"
@@ -95,7 +96,7 @@ function folder.names(path)
 end
 
 -- Returns the lines of `latest`, or nil if there is no such file. Raises an error if the file exists but cannot be
--- read, because a run that regarded it as missing would begin again.
+-- read. If a run regarded such a file as missing, the run would begin again.
 local function read_latest(path)
   local file, why, code = io.open(path .. "/latest", "rb")
   if not file and (code == errno.ENOENT or code == errno.ENOTDIR) then return nil end
@@ -121,10 +122,10 @@ function folder.set_latest(path, name, run)
   native.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
 end
 
---- Returns the checkpoints to try, in this order: the latest checkpoint, then earlier ones. Checkpoints of later steps
---- are not returned, because they belong to another run. If the file `latest` is missing, the list is empty. There are
---- two cases in which all checkpoints are returned and `problem` describes the damage: `latest` is damaged, or it names
---- a checkpoint that does not exist and there is no earlier one.
+--- Returns the checkpoints to try, in this order: the latest checkpoint, then earlier checkpoints. Checkpoints of later
+--- steps are not returned, because they belong to another run. If the file `latest` is missing, the list is empty.
+--- There are two cases in which all checkpoints are returned and `problem` describes the damage: `latest` is damaged,
+--- or `latest` names a checkpoint that does not exist and there is no earlier checkpoint.
 ---@param path string
 ---@return string[] names
 ---@return string? problem
@@ -149,8 +150,8 @@ function folder.candidates(path)
 end
 
 --- Removes old checkpoints. Called when checkpoint `name` of step `step` is complete. Keeps this checkpoint and the
---- newest earlier ones, `keep` checkpoints in total. Removes older checkpoints, a checkpoint of the same step in the
---- other form, and leftovers of crashes. Keeps checkpoints of later steps, because they belong to another run.
+--- newest earlier checkpoints, `keep` checkpoints in total. Removes older checkpoints, a checkpoint of the same step in
+--- the other form, and leftovers of crashes. Keeps checkpoints of later steps, because they belong to another run.
 ---@param path string
 ---@param step integer
 ---@param keep integer

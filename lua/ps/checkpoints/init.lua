@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checkpoints have everything that a run needs to continue bit for bit, on any number of ranks. Each byte has a
+-- Checkpoints contain everything that a run needs to continue bit for bit, on any number of ranks. Each byte has a
 -- checksum.
 --
 -- A single process writes ONE safetensors file, atomically:
 --   tensors    the model's tensors by name, and "optimizer.<parameter>.<state>"
---   metadata   "format" = "pt" (required by Hugging Face's readers) and "psluajit". The latter is JSON with the step,
+--   metadata   "format" = "pt" (required by Hugging Face's readers) and "psluajit". "psluajit" is JSON with the step,
 --              the optimizer's settings, the schedule, the loss scale, the data position, the random numbers and the
 --              caller's `extra`
 -- Several processes write a folder together (checkpoints/rank_files.lua). Each process writes the tensors that it owns.
@@ -21,8 +21,8 @@
 -- device. It can also be loaded into plain memory, and by ps.optim.
 --
 -- With `async`, the state is copied, and a thread writes the copy (checkpoints/background.lua). Rank 0 checks that the
--- other ranks' files in the folder are complete, and then commits the checkpoint. It does this between two steps, in
--- wait, in the next save, or when the script ends.
+-- other ranks' files in the folder are complete, and then commits the checkpoint. Rank 0 commits between two steps, in
+-- checkpoint.wait(), in the next save, or when the script ends.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
@@ -50,7 +50,7 @@ local error = caller.error
 local checkpoint = { make_folder = folder.make }
 
 local PREFIX = "optimizer."
-local EXIT_S, FAILED_S = 10, 1  -- seconds for which the end of a script waits for other ranks' files
+local EXIT_S, FAILED_S = 10, 1  -- seconds to wait for other ranks' files when a script ends, or fails
 local pending, unlisten  -- the running save, and a function that ends the subscription to steps
 local run                                                  -- id of this process's run; set by its first save or load
 
@@ -107,7 +107,7 @@ end
 ---@field verify? boolean if false, load does not compare checksums
 ---@field fallback? boolean if false, load raises an error for a damaged checkpoint even if there is an earlier one
 
--- Returns the schedule and the loss scale. They are those in `parts` if given, or else the engine's.
+-- Returns the schedule and the loss scale. Uses the objects in `parts`, or the engine's objects if `parts` has none.
 local function parts_of(parts)
   local model, optimizer = parts.model, parts.optimizer
   local engine = optimizer ~= nil and handle.of(model)
@@ -184,9 +184,9 @@ local function own_values(tensor, at)
   end } or nil
 end
 
--- Removes all tensors that this rank along tp does not save. It saves its pieces of cut tensors, without padding. Rank
--- 0 also saves the tensors that are whole on all ranks. Returns the offsets of the pieces for the file's metadata, or
--- nil if no tensor is cut.
+-- Removes all tensors that this rank along tp does not save. The rank saves its pieces of cut tensors, without padding.
+-- Rank 0 also saves the tensors that are whole on all ranks. Returns the offsets of the pieces for the file's metadata,
+-- or nil if no tensor is cut.
 local function keep_pieces(tensors, model)
   local cuts, pieces = sharded.of(model), {}
   if not cuts then return nil end
@@ -231,7 +231,7 @@ end
 
 -- -- a save ---------------------------------------------------------------------------------------------------------
 -- Returns the job of a save, which describes the files to write and the ranks that write them. If `form` is "file",
--- rank 0 writes one file. If it is "shards", all ranks write into a folder.
+-- rank 0 writes one file. If `form` is "shards", all ranks write into a folder.
 local function new_job(path, parts, base)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
@@ -353,7 +353,7 @@ local function take_pending()
 end
 
 -- Waits together with the other ranks, and commits. job.unsure is true if this rank has not received the other ranks'
--- results. In this case, it does not know whether rank 0 has committed.
+-- results. In this case, this rank does not know whether rank 0 has committed.
 local function finish(job)
   local function heard() job.unsure = false end
   job.unsure = job.rank > 0
@@ -365,9 +365,9 @@ local function finish(job)
   agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
 end
 
--- Finishes the save only by looking at the files. Called if the other ranks cannot be reached. All ranks began to write
--- at the same time, so the other ranks need about as long as this one. A rank that died never completes its file, so
--- the wait has a limit.
+-- Finishes the save without messages from the other ranks, by checking whether their files are complete. Called if the
+-- other ranks cannot be reached. All ranks began to write at the same time, so the other ranks need about as long as
+-- this rank. A rank that died never completes its file, so the wait has a limit.
 local function finish_alone(job, patience)
   end_writing(job)
   if job.problem then error(job.problem, 0) end
@@ -397,7 +397,7 @@ local function finished(job, how, patience)
   error(text:format(job.final, tostring(problem)), 0)
 end
 
---- Waits for a running save with `async`, commits it and raises its error. All ranks must call it.
+--- Waits for a running save with `async`, commits it and raises its error. All ranks must call wait.
 ---@return string? path of the checkpoint; nil if no save was running
 ---@return number? seconds that the thread took
 function checkpoint.wait()
@@ -406,7 +406,7 @@ function checkpoint.wait()
   return finished(job, job.group and not job.group.c and finish_alone or finish)
 end
 
---- Completes a running save when the script ends. The program psluajit calls it.
+--- Completes a running save when the script ends. The program psluajit calls this function.
 ---@param failed boolean whether the script ends with an error
 ---@return string? problem
 function checkpoint.at_exit(failed)
@@ -417,9 +417,9 @@ function checkpoint.at_exit(failed)
 end
 
 -- -- the calls ------------------------------------------------------------------------------------------------------
---- Writes a checkpoint. Earlier checkpoints are kept until the new one is complete. All ranks must call it. An error on
---- one rank is raised on all ranks. With async = true, save returns when the state has been copied to host memory. The
---- checkpoint is then complete some steps later, or after checkpoints.wait().
+--- Writes a checkpoint. Earlier checkpoints are kept until the new checkpoint is complete. All ranks must call save. An
+--- error on one rank is raised on all ranks. With async = true, save returns when the state has been copied to host
+--- memory. The checkpoint is then complete some steps later, or after checkpoints.wait().
 ---@param path string a folder, or the path of a .safetensors file. Only rank 0 writes such a file
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
@@ -451,8 +451,8 @@ function checkpoint.save(path, parts)
   return job.final
 end
 
---- Returns the path of the checkpoint at a path. This is the path itself if it is a checkpoint, or else the
---- newest checkpoint of the folder. Returns nil if the folder has no checkpoint.
+--- Returns the path of the checkpoint at a path. This is the path itself if it is a checkpoint, or else the newest
+--- checkpoint of the folder. Returns nil if the folder has no checkpoint.
 ---@param path string
 ---@return string?
 ---@return string? why the reason why there is no checkpoint
@@ -500,9 +500,9 @@ end
 
 --- Restores the given parts and the random numbers, on any number of ranks. Raises an error if the checkpoint lacks a
 --- part. If the newest checkpoint of a folder is damaged or incomplete, load prints a message and uses the previous
---- checkpoint of the same run. All ranks must call it. An error on one rank is raised on all ranks.
+--- checkpoint of the same run. All ranks must call load. An error on one rank is raised on all ranks.
 ---@param path string a folder of checkpoints, a checkpoint's own folder, or a .safetensors file. In a folder of
----  checkpoints, the newest one is used
+---  checkpoints, load uses the newest checkpoint
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
 function checkpoint.load(path, parts)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Merges the shards of a checkpoint into one file (tools/merge.lua). The shards are files that each rank wrote with its
+-- Merges the shards of a checkpoint into one file (tools/merge.lua). A shard is a file that one rank wrote with its
 -- part of the state. The shards' tables are merged in the order of ranks:
 --   tables    are joined key by key, at every depth. This applies to dicts, and to lists as the Lua tables 1 .. n
 --   tensors   that are in several shards must have the same dtype and shape. If their values differ, the last value is
@@ -14,7 +14,7 @@
 -- The folder of a checkpoint (ps.checkpoints of several processes) becomes the file that a single process would have
 -- written. If several names share a tensor or a table in their shard, they also share it in a .pt result. If the
 -- elements of a view share bytes (expand), the result has such a view, too. Merging needs a few hundred bytes of memory
--- per tensor, and memory for one piece of tensors' bytes. The result appears only when it is complete.
+-- per tensor, and a buffer for one piece of a tensor. The result appears only when it is complete.
 local native = require "ps.core.ffi"
 local shard_note = require "ps.io.shard_note"
 local caller = require "ps.core.caller"
@@ -80,8 +80,8 @@ local function joined(a, b, label, state)
   return b
 end
 
--- Merges `b` into `a`. Calls state.differ if they differ. state.known[a][b] has the result for a pair of nodes, because
--- the same pair may occur at many paths.
+-- Merges `b` into `a`. Calls state.differ if `a` and `b` differ. state.known[a][b] is the result for a pair of nodes,
+-- because the same pair may occur at many paths.
 function join(a, b, label, state)
   local known = state.known[a] or {}
   state.known[a] = known

@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads a file of a checkpoint as a tree of its values, and gives access to the bytes of tensors, a piece at a time. A
--- value that occurs several times is one node. The tree may therefore have far more paths than nodes, and walks record
--- the nodes that they have visited. The tree needs a few hundred bytes of memory per tensor, and the buffer of one
--- piece.
+-- Reads a file of a checkpoint as a tree of its values. The bytes of tensors are read one piece at a time. A value that
+-- occurs several times is one node. The tree may therefore have far more paths than nodes, and walks record the nodes
+-- that they have visited. The tree needs a few hundred bytes of memory per tensor, and the buffer of one piece.
 local native = require "ps.core.ffi"
 local ffi = require "ffi"
 local array = require "ps.core.array"
@@ -41,15 +40,15 @@ local byte_array = array "uint8_t"
 ---@field keys string[]? tokens of a dict's keys, in order
 ---@field entries table<string, { key: ps.merge.Node, value: ps.merge.Node }>?
 ---@field items ps.merge.Node[]? items of a list
----@field dtype integer? dtype of a tensor, which also has shape, numel and nbytes
+---@field dtype integer? dtype of a tensor. The node of a tensor also has the fields shape, numel and nbytes
 ---@field tensor ffi.cdata*? the ps_pt_tensor of a tensor in a .pt file
----@field dense boolean? whether its elements are in the file in the order in which they are written to the result
+---@field dense boolean? whether a tensor's elements have the same order in the file and in the result
 ---@field span integer? set for a view whose elements share bytes and that is written as a view: the number of elements
----  from the first to the last one in the file
+---  from the first to the last element in the file
 ---@field identity string? a text that is equal for the entries of a file that are the same tensor
 ---@field parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]? set for a tensor whose
----  pieces are in several other tensors: a rectangle for each piece. `offset` is its position in this tensor, and `at`
----  is its position in the tensor `node`
+---  pieces are in several other tensors: a rectangle for each piece. `offset` is the piece's position in this tensor,
+---  and `at` is the piece's position in the tensor `node`
 
 -- Raises `problem`, preceded by a text.
 local function raise(problem, ...)
@@ -235,8 +234,8 @@ end
 local lender_of
 
 -- Compares a tensor with its checksum, and returns two functions. lend(at, n) returns n bytes, starting at byte `at`.
--- These are valid until the next call. done() releases the pages of the bytes. If `as_is` is true, bytes are in the
--- file's order, beginning with the first element. Otherwise they are in row-major order.
+-- The bytes are valid until the next call of lend(). done() releases the pages of the bytes. If `as_is` is true, bytes
+-- are in the file's order, beginning with the first element. Otherwise the bytes are in row-major order.
 local function lender(node, as_is)
   if node.parts then return tree.lend_parts(node) end
   local file, each = node.file, tonumber(C.ps_dtype_size(node.dtype))
@@ -269,8 +268,8 @@ local function lender(node, as_is)
 end
 
 -- Divides a part into runs that are contiguous both in the whole tensor and in the part's own tensor. Returns the
--- length of the runs, their number, and a function place(i). place(i) returns two indices from 0: those of the first
--- element of run i in the whole tensor and in the part's own tensor.
+-- length of the runs, their number, and a function place(i). place(i) returns the index of run i's first element in the
+-- whole tensor, and its index in the part's own tensor. Both indices count from 0.
 local function runs_of(node, part)
   local d, length, count = #node.shape, 1, 1
   while d > 0 do
@@ -316,7 +315,7 @@ local function take_part(part, buffer, first, n, each)
   end
 end
 
--- Returns two functions like those of lender, for a tensor that consists of pieces. Each call of lend assembles the
+-- Returns two functions like lender(), for a tensor that consists of pieces. Each call of lend() assembles the
 -- requested bytes.
 function tree.lend_parts(node)
   local each, parts = tonumber(C.ps_dtype_size(node.dtype)), {}
@@ -389,7 +388,7 @@ function tree.same(a, b, label)
 end
 
 --- Writes a tensor's bytes with put(pointer, nbytes) to the file `path`. The bytes are in row-major order. If the
---- tensor is a view that is written as a view (node.span), they are in the file's order.
+--- tensor is a view that is written as a view (node.span), the bytes are in the file's order.
 ---@param node ps.merge.Node
 ---@param label string
 ---@param path string

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads and writes a checkpoint of several processes. It is a folder with a safetensors file of each rank, and
--- index.json. The metadata of each file ("psluajit_shard") has the save, the step and the rank of the file, so that
--- files of different checkpoints are never mixed. The index has the place of each tensor, and all state that is not in
--- tensors:
+-- Reads and writes a checkpoint of several processes. The checkpoint is a folder with a safetensors file of each rank,
+-- and index.json. The metadata of each file ("psluajit_shard") contains the save, the step and the rank of the file, so
+-- that files of different checkpoints are never mixed. The index contains the place of each tensor, and all state that
+-- is not in tensors:
 --   "xxh3_64":    checksum of the text after this value
 --   "version":    3
 --   "save":       a number that only this save has
@@ -71,7 +71,7 @@ function rank_files.deal(nbytes, size)
 end
 
 --- Returns the metadata of a rank's file. `about` is { save, step, rank, world_size, rng, updates, pieces }. The field
---- `pieces` has the cut tensors as { tensor = { shape, parts } }, or is nil if no tensor is cut.
+--- `pieces` contains the cut tensors as { tensor = { shape, parts } }. It is nil if no tensor is cut.
 ---@param about table
 ---@return table<string, string>
 function rank_files.metadata(about)

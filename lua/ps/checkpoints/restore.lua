@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The part of ps.checkpoints that reads: opens a checkpoint of either form, compares checksums, and loads the state
--- into the given parts. Each rank compares a share of the checksums. If a checkpoint is damaged, an earlier one is
+-- Reads checkpoints for ps.checkpoints: opens a checkpoint of either form, compares checksums, and loads the state into
+-- the given parts. Each rank compares a share of the checksums. If a checkpoint is damaged, an earlier checkpoint is
 -- used.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
@@ -35,7 +35,7 @@ restore.SCRIPT = SCRIPT
 ---@field rng table[] random numbers of each rank that saved the checkpoint
 ---@field mesh? table<string, integer> number of ranks along each axis, if a folder's index has it
 ---@field elsewhere? fun(name: string): boolean? returns whether the base model's folder contains a value. The function
---- `check` sets it
+--- `check` sets this field
 
 local function open_file(path, options)
   local file = safetensors.open(path, options)
@@ -196,8 +196,8 @@ local function open_first(path, parts, group)
 end
 
 -- -- loading ----------------------------------------------------------------------------------------------------------
--- Returns the optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. A file that
--- an engine wrote has no masters, so the masters are read from the model's tensors.
+-- Returns the optimizer's tensors of a file, by name. A tensor is read when a script indexes the result with its name,
+-- or by read_into(). A file that an engine wrote has no masters, so the masters are read from the model's tensors.
 local function optimizer_tensors(file)
   local view = { whole = true }
   function view.has(_, name) return file:has(PREFIX .. name) end
@@ -212,8 +212,8 @@ local function optimizer_tensors(file)
 end
 
 -- Reads the values at which a schedule-free optimizer evaluates the model. The file contains the values for training.
--- `text` describes how to move them (ps.optim.average). `read` fills a tensor with a tensor of the file that has the
--- same shape.
+-- `text` describes how to move the values for training (ps.optim.average). `read` fills a tensor with a tensor of the
+-- file that has the same shape.
 local function read_average(file, name, text, tensor, read)
   local state, weight = text:match "^(%S+) (%S+)$"
   local toward = PREFIX .. name .. "." .. state
@@ -289,7 +289,7 @@ local function same_mesh(opened, group)
 end
 
 -- Returns the random numbers with which this rank continues. If the mesh is the same as when the checkpoint was saved,
--- each rank gets the random numbers that it saved. Otherwise all ranks get those of rank 0.
+-- each rank gets the random numbers that it saved. Otherwise all ranks get the random numbers of rank 0.
 local function own_rng(opened, group)
   local all = opened.rng
   if same_mesh(opened, group) then return all[(group and group:rank() or 0) + 1] end
@@ -351,7 +351,7 @@ local function apply(opened, parts, with, group)
   if with.optimizer then
     with.optimizer:load_state_dict({ tensors = optimizer_tensors(tensors), values = state.optimizer }, parts.model)
   end
-  -- The schedule is loaded after the optimizer, because it sets the optimizer's learning rate.
+  -- The schedule is loaded after the optimizer, because the schedule sets the optimizer's learning rate.
   if with.sched then with.sched:load_state_dict(state.sched) end
   local averages = not with.optimizer and state.optimizer and state.optimizer.averages or nil
   parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil, averages),
@@ -377,7 +377,7 @@ local function say_source(opened, model)
     .. "weights are those of the checkpoint"):format(opened.path, was, is))
 end
 
--- State that a continued run needs, and the effect of a script that does not load it.
+-- State that a continued run needs, and the effect if a script does not load the state.
 local LEFT_OUT = { { "sched", "learning rates continue without it" }, { "loader", "its batches begin anew" } }
 
 -- Prints a note for each part whose state is in the checkpoint, if a script continues training but did not pass the
@@ -415,8 +415,9 @@ end
 -- at that time.
 local loaded = setmetatable({}, { __mode = "k" })
 
---- Returns the step of the checkpoint that was loaded into an optimizer. Only the first call after the load returns it.
---- Returns nil if the optimizer has made further updates since the load, because the number of steps is then unknown.
+--- Returns the step of the checkpoint that was loaded into an optimizer. Only the first call after the load returns the
+--- step. Returns nil if the optimizer has made further updates since the load, because the number of steps is then
+--- unknown.
 ---@param optimizer ps.Optimizer|ps.EngineOptimizer
 ---@return integer?
 function restore.continued(optimizer)
