@@ -436,7 +436,7 @@ function ranks.run(specs, o)
     end
     watch(self)
   end)
-  if not ok then                                          -- a rank cannot be started or watched, so all ranks are ended
+  if not ok then                                          -- the system is out of processes or memory; ends all ranks
     kill_all(self, signal.SIGKILL)
     for _, r in ipairs(self.list) do
       if not r.how then wait.wait(r.pid) end
