@@ -78,7 +78,7 @@ end
 
 local function address(t) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", t))) end
 
---- Marks outputs that get no gradient. For these outputs, backward gets zeros. Must be called in forward.
+--- Marks outputs that have no gradient. Backward receives zeros for these outputs. Must be called in forward.
 ---@param ... ps.Tensor
 function Context:mark_non_differentiable(...)
   if not rawget(self, "_forward") then error "ctx:mark_non_differentiable: call it in forward" end
@@ -177,7 +177,8 @@ local function run_backward(call, id, factor)
   scope.passed(id)
 end
 
--- Runs the backward of a call. It draws the same random numbers as forward did, in whatever order backwards run.
+-- Runs the backward of a call. The backward draws the same random numbers as the forward, whatever the order of
+-- backwards.
 local function resume(call, id, factor)
   local rng, was = C.ps_rng_get(ctx), {}
   for _, key in ipairs(RANDOM) do was[key], rng[key] = rng[key], call.rng[key] end
@@ -191,7 +192,7 @@ local function resume(call, id, factor)
 end
 
 -- -- forward ----------------------------------------------------------------------------------------------------------
--- Replaces each output that is also an input, or that already has a history, by a new header.
+-- An output that is also an input, or that already has a history, is replaced by a new header.
 local function fresh(results, args)
   local seen = {}
   for i = 1, args.n do if is_tensor(args[i]) then seen[address(args[i])] = true end end
@@ -221,7 +222,7 @@ local function run_forward(class, context_, args)
   return results
 end
 
--- Creates the node of a call. With this node, the outputs depend on the inputs.
+-- Creates the node of a call. The node connects the outputs to the inputs, so that a backward walk reaches the inputs.
 local function record(class, context_, args, results, rng)
   local plain = {}
   for i = 1, results.n do plain[i] = context_._plain[address(results[i])] or not results[i]:is_float() end

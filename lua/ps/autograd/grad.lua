@@ -16,7 +16,7 @@ local function list_of(value, call, what)
   return value
 end
 
--- Returns the gradients of the outputs that the script passed, by the index of the output.
+-- Returns the gradients that the script passed for the outputs, by the index of the output.
 local function seeds_of(value, outputs, call)
   if value == nil then return {} end
   local list = is_tensor(value) and { value } or caller.typed(value, "table", call .. ": grad_outputs")
@@ -31,8 +31,8 @@ end
 
 local KINDS = { grad_outputs = "any", retain_graph = "boolean", create_graph = "boolean", allow_unused = "boolean" }
 
---- Returns the gradients of the outputs with respect to the inputs, as several results. The gradients of the parameters
---- themselves do not change. As in backward, the graph is freed unless retain_graph = true.
+--- Returns the gradients of the outputs with respect to the inputs, as several results. The stored gradients of the
+--- parameters do not change. As in backward, the graph is freed unless retain_graph = true.
 ---@param outputs ps.Tensor|ps.Tensor[] the outputs; an output must have one element unless grad_outputs contains its
 --- gradient
 ---@param inputs ps.Tensor|ps.Tensor[] leaves, or tensors from which the outputs were computed

@@ -33,8 +33,8 @@ local function weighed(outputs, weights)
   return sum
 end
 
--- Returns (f(x + eps e) - f(x - eps e)) / (2 eps) for each element of an input. f is the weighted sum of fn's outputs,
--- and e changes only this element.
+-- Returns (f(x + eps * e) - f(x - eps * e)) / (2 * eps) for each element of an input. f is the weighted sum of fn's
+-- outputs. e is 1 for this element and 0 for the other elements.
 local function differences(fn, inputs, which, weights, eps)
   local x, list = inputs[which], {}
   local flat = x:detach():clone():reshape(-1)

@@ -56,8 +56,8 @@ local run                                                  -- id of this process
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
--- The keys of the argument of save and load: the parts, which have a state, and the options. Both calls accept all
--- keys.
+-- The keys of the argument of save and load. A key in PARTS is for an object with a state. A key in OPTIONS is for an
+-- option. Both calls accept all keys.
 local PARTS = { "model", "optimizer", "sched", "loader", "scaler" }
 local OPTIONS = { step = "whole", extra = "any", keep = "whole", async = "boolean", quiet = "boolean",
   shards = "boolean", verify = "boolean", fallback = "boolean", tensors = "table" }
@@ -253,8 +253,8 @@ local function new_job(path, parts, base)
   return job
 end
 
--- On rank 0, creates the folders and draws the id of this save. After this call, all ranks know the id of the save, the
--- id of the run, and the paths of their files.
+-- Rank 0 creates the folders and draws the id of this save. After this call, all ranks know the id of the save, the id
+-- of the run, and the paths of their files.
 local function prepare(job)
   agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
     { "option async", tostring(job.async or false) } })

@@ -207,7 +207,7 @@ local function write(format, root, path, metadata)
   if not ok then error(problem, 0) end
 end
 
--- Returns the number of tensors and their size in bytes. Each tensor is counted once.
+-- Returns the number of tensors and their total size in bytes. Each tensor is counted once.
 local function count(node, seen, total)
   if seen[node] then return total end
   seen[node] = true

@@ -49,7 +49,7 @@ local HEAD = "{\"xxh3_64\":\""
 ---@return string
 function rank_files.file_name(rank, size) return ("rank-%05d-of-%05d.safetensors"):format(rank, size) end
 
---- Assigns items to ranks so that the ranks have about equal numbers of bytes. Ranks with the same items compute the
+--- Assigns items to ranks so that each rank has about the same number of bytes. Ranks with the same items compute the
 --- same result.
 ---@param nbytes table<string, integer>
 ---@param size integer
@@ -94,8 +94,8 @@ local function about_of(file)
   return about
 end
 
---- Returns the names of the tensors of which a file contains only a piece, according to its metadata. Returns nil if
---- the file is not a rank's file, or if it contains only whole tensors.
+--- Reads the metadata of a file. Returns the names of the tensors of which the file contains only a piece. Returns nil
+--- if the file is not a rank's file, or if it contains only whole tensors.
 ---@param metadata table<string, string>
 ---@return string[]?
 function rank_files.pieces_in(metadata)

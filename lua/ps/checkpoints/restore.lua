@@ -231,8 +231,8 @@ end
 
 -- Returns the model's tensors of a file, with the methods that Module:load_state_dict calls. The parameters of an
 -- engine have masters from the beginning. For an engine, a master in the file is therefore read instead of the rounded
--- parameter. `averages` is set if the model is loaded without its optimizer. It describes, by parameter name, how to
--- compute the averages.
+-- parameter. `averages` is set if the model is loaded without its optimizer. It maps a parameter's name to the text
+-- that read_average() expects.
 local function model_view(file, for_engine, averages)
   local function source(name)
     local master = PREFIX .. name .. ".master"
@@ -279,8 +279,8 @@ function restore.mesh_sizes()
   return sizes
 end
 
--- Returns whether the checkpoint was saved by the same number of ranks, cut along the same axes. If a checkpoint has no
--- mesh, its ranks were only along dp.
+-- Returns whether the mesh of ranks is the same as when the checkpoint was saved. If a checkpoint has no mesh, its
+-- ranks were only along dp.
 local function same_mesh(opened, group)
   local sizes = restore.mesh_sizes()
   local was = opened.mesh or { dp = #opened.rng, pp = 1, tp = 1 }
@@ -368,8 +368,8 @@ function restore.source_of(model)
   return source and resolved(source)
 end
 
--- Prints a note if the script loaded another model than the run that saved the checkpoint. This is not an error,
--- because all weights come from the checkpoint, and the same model may have been moved.
+-- Prints a note if the script loaded a different model than the run that saved the checkpoint. A different model is not
+-- an error, because all weights come from the checkpoint, and the same model may have been moved.
 local function say_source(opened, model)
   local was, is = opened.state.source, restore.source_of(model)
   if not (was and is) or was == is then return end

@@ -12,7 +12,7 @@ local error = caller.error
 local autocast = {}
 
 -- The ops that run in the half type (HALF) and the ops that run in fp32 (FULL). Any other op runs in the type of its
--- inputs. If its inputs have several types, it runs in the widest type.
+-- inputs. If its inputs have several types, the op runs in the widest of these types.
 local HALF = { "matmul", "linear", "mlp", "lm_loss", "parallel_lm_loss", "column_linear", "row_linear", "attention",
   "attention_packed", "conv", "conv_transpose" }
 local FULL = { "pow", "pow_scalar", "exp", "log", "log1p", "expm1", "rsqrt", "reciprocal", "sum", "cumsum", "softmax",
@@ -24,8 +24,8 @@ for _, name in ipairs(FULL) do runs_in_half[C["PS_OP_" .. name]] = false end
 ---@class ps.Autocast a region
 ---@field dtype integer|false dtype of products, or false if nothing is cast
 ---@field casts table<boolean, table<integer, {version: integer, dtype: integer, tensor: ffi.cdata*, of: ffi.cdata*}>>
----  copies of parameters in the half type, by the parameter's address. casts[true] has the copies made while gradients
----  were enabled, and casts[false] the copies made while gradients were disabled.
+---  copies of parameters in the half type, by the parameter's address. casts[true] contains the copies that were made
+---  while gradients were enabled. casts[false] contains the copies that were made while gradients were disabled.
 ---@field closed? boolean whether the region has ended and released its copies
 ---@field again? boolean whether the region belongs to the second run of a recomputed function
 

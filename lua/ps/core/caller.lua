@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Raises errors about mistakes in a script with a position in the script, not a position in psluajit's own files.
 -- Modules call caller.error (as `error`) and check arguments with the functions below. Lua itself may also raise an
--- error in one of psluajit's files, such as an index of nil or a failed conversion. The program's handler gets these
--- errors and calls caller.at. Tracebacks pass through caller.trace, which keeps only the script's frames. Only this
--- file finds the script's position.
+-- error in one of psluajit's files, for example if nil is indexed or a conversion fails. The program's handler receives
+-- these errors and calls caller.at. Tracebacks pass through caller.trace, which keeps only the script's frames. Only
+-- this file finds the script's position.
 local ffi = require "ffi"
 local environment = require "ps.core.environment"
 local keys_of = require "ps.keys"
@@ -152,7 +152,7 @@ function caller.described(e)
 end
 
 -- Returns whether an error that psluajit had caught is being raised again. `level` is the stack level of the function
--- that raises it, counted from this function's caller.
+-- that raises the error, counted from this function's caller.
 local function raised_again(message, level)
   if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
   local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")

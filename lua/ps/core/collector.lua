@@ -69,7 +69,7 @@ end
 local forwards = 0                  -- number of forwards in the planned script's step so far
 
 --- Collects after a fixed number of forwards of a planned script, so that the peak of a plan is the same in each run.
---- Called when an action of a step begins and when it ends.
+--- Called when an action of a step begins and when the action ends.
 ---@param action ffi.cdata* ps_action
 ---@param begins boolean
 function collector.pace_script(action, begins)

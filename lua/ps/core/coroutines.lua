@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Works around a crash of LuaJIT in coroutines. coroutine.create and coroutine.wrap start each coroutine with a Lua
 -- function that stays on the coroutine's stack.
--- When LuaJIT gives up a trace, it reports this to the listener in ps/core/ffi.lua. For the report it searches the
--- stack downwards for a Lua function, and the search does not stop at the end of the stack. If a coroutine's first
--- function ended in a tail call of a C function, LuaJIT would find no Lua function and crash. The program starts
--- scripts in the same way (on_floor in src/main.c).
+-- When LuaJIT gives up a trace, it calls the listener in ps/core/ffi.lua. For this call, LuaJIT searches the stack
+-- downwards for a Lua function. The search does not stop at the end of the stack. If a coroutine's first function ended
+-- in a tail call of a C function, LuaJIT would find no Lua function and crash. The program starts scripts in the same
+-- way (on_floor in src/main.c).
 local create, wrap = coroutine.create, coroutine.wrap
 
 local coroutines = {}

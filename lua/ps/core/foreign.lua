@@ -85,7 +85,7 @@ function foreign.lacks(place, name)
 end
 
 --- Returns the end of an error about a missing name. If the name is a function of PyTorch that psluajit lacks, the end
---- says so and may give a formula. If another table has the name, the end is a text such as "; write t:view(...)".
+--- says so and may contain a formula. If another table has the name, the end is a text such as "; write t:view(...)".
 --- Otherwise it suggests the nearest name, or it is "".
 ---@param place string the table that lacks the name
 ---@param name string
@@ -116,7 +116,7 @@ function foreign.known(place, name)
   caller.error(("%s does not exist%s"):format(WHOLE[place]:format(name), foreign.instead(place, name)))
 end
 
---- Gives a table a metatable that returns the stand-ins of a place for the table's missing names.
+--- Sets a metatable for the table t. It returns the stand-ins of a place for names that t lacks.
 ---@param t table without a metatable
 ---@param place string
 ---@return table t

@@ -19,8 +19,8 @@ function http_server.end_if_interrupted(problem, who)
   os.exit(130)
 end
 
---- Returns a function for lua-http's option `onerror`. A client that disconnects is not an error. Ctrl-C ends the
---- process, because it can be raised in the code that answers a request.
+--- Returns a function for lua-http's option `onerror`. A client that disconnects is not an error. Ctrl-C may be raised
+--- as an error in the code that answers a request. In this case the process ends.
 ---@param who string the program's name
 ---@return fun(server: table, context: table, op: string, why: any)
 function http_server.onerror(who)

@@ -37,7 +37,7 @@ function kinds.add_state(name, place, instead)
   PLACE[name] = instead and PLACE[instead] or PLACE_OF_STATE[place]
 end
 
---- Returns an upper bound of the number of bytes by which a chunk with `numel` fp32 elements is larger than its
+--- Returns an upper bound in bytes for the difference between the size of a chunk and the size of its `numel` fp32
 --- elements. The bound holds for chunks of all kinds.
 ---@param numel integer
 ---@return integer

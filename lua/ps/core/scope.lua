@@ -164,8 +164,8 @@ local function trace(e)
 end
 M.trace = trace
 
---- Runs fn(...) in a scope. At the end of the scope, the memory of the tensors made in it is freed. Exceptions are
---- tensors that fn returns (also within tables), kept tensors and small tensors.
+--- Runs fn(...) in a scope. At the end of the scope, the memory of the tensors that were made in the scope is freed.
+--- Exceptions are tensors that fn returns (also within tables), tensors that t:keep() has kept, and small tensors.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return any ... the results of fn

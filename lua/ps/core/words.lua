@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Makes Python's words True and False an error in scripts. In Lua they are undefined global variables, so both would be
--- nil, and the body of `if True then` would never run. A script may define these names. None needs no error, because an
--- undefined variable is nil, which has the meaning of None.
+-- nil, and the body of `if True then` would never run. A script may define these names. The word None is not an error,
+-- because an undefined variable is nil, which has the meaning of Python's None.
 local caller = require "ps.core.caller"
 
 local WORDS = { True = "true", False = "false" }

@@ -60,7 +60,7 @@ local function pair(get, rank_name, size_name)
   return number(get, rank_name, 0, size - 1, (" (%s is %d)"):format(size_name, size)), size
 end
 
--- Returns the rank and the size within a node. Either variable may be missing.
+-- Returns a process's rank within its node, and the number of processes on the node. Either variable may be missing.
 local function local_pair(get, rank_name, size_name, world_size)
   local size = number(get, size_name, 1, world_size, (" (there are %d ranks)"):format(world_size))
   local high = (size or world_size) - 1

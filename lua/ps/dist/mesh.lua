@@ -87,7 +87,7 @@ local function line(axis, all)
   return list
 end
 
--- Returns the sizes of all axes. pp and tp default to 1, and dp to the world's size divided by pp and tp.
+-- Returns the sizes of all axes. pp and tp default to 1. dp defaults to the world's size divided by pp and tp.
 local function complete(given, world)
   local all = { pp = given.pp or 1, tp = given.tp or 1 }
   for axis, size in pairs(given) do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Finds ports of this machine. The result of posix.sys.socket.getsockname is undefined, because it passes an
--- uninitialized length. This file calls the C function with an initialized length.
+-- Finds ports of this machine. posix.sys.socket.getsockname returns an undefined result, because it passes an
+-- uninitialized length to the C function. This file calls the C function with an initialized length.
 local ffi = require "ffi"
 local socket = require "posix.sys.socket"
 local unistd = require "posix.unistd"

@@ -323,8 +323,9 @@ local function blamed_by(r)
   return others
 end
 
--- Weights of failed ranks: a rank with a larger weight is more likely the cause. The most likely cause is a rank that
--- was ended by a signal, then a rank that failed by itself, then a rank that was notified of another rank's failure.
+-- Weights of failed ranks. The larger the weight, the more likely the rank is the cause of the failure. The most likely
+-- cause is a rank that was ended by a signal, then a rank that failed by itself, then a rank that was notified of
+-- another rank's failure.
 local TOLD, ITSELF, KILLED = 1, 2, 3
 local function weight_of(r)
   if r.how == "killed" then return KILLED end

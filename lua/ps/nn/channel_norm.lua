@@ -120,8 +120,8 @@ local function count_batch(self)
   return self.momentum or n:to(self.running_mean:dtype()):reciprocal()
 end
 
---- Normalises the input. In training, uses the input's own mean and variance, and updates the running statistics with
---- them. In evaluation mode, uses the running statistics.
+--- Normalises the input. In training, uses the mean and variance of the input, and updates the running statistics with
+--- this mean and variance. In evaluation mode, uses the running statistics.
 ---@param x ps.Tensor [N, num_features, ...]
 ---@return ps.Tensor of x's shape
 function BatchNorm:forward(x)

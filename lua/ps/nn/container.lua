@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ModuleList and Sequential. As in names and in PyTorch, items count from 0, and list[-1] is the last item. ipairs,
--- pairs, unpack, table.insert and table.remove work on these lists (ps.lists). list:size() returns the number of
--- modules. #list is always 0, because LuaJIT calls no metamethod for the length of a table.
+-- ModuleList and Sequential. As in PyTorch and in the names of parameters, items count from 0. list[-1] is the last
+-- item. ipairs, pairs, unpack, table.insert and table.remove work on these lists (ps.lists). list:size() returns the
+-- number of modules. #list is always 0, because LuaJIT calls no metamethod for the length of a table.
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local caller = require "ps.core.caller"
@@ -56,7 +56,7 @@ local function set(self, index, value)
   if at == self.length then self.length = at + 1 end
 end
 
--- Makes the objects of ModuleList, and of each class derived from it, act as lists.
+-- Makes the objects of ModuleList, and of each class derived from ModuleList, act as lists.
 nn_module.adapt(ModuleList, function(class)
   local instance = class.instance
   local assign = instance.__newindex

@@ -32,7 +32,8 @@ local function divides(self, name, channels, what)
   end
 end
 
--- Creates the weight [first, second / groups, ...] and the bias. Both are uniform in +-1 / sqrt(fan in), as in PyTorch.
+-- Creates the weight [first, second / groups, ...] and the bias. Both are uniform in [-b, b], as in PyTorch, where b =
+-- 1 / sqrt(fan in).
 local function make(self, options, first, second)
   local shape, where = { first, second / self.groups }, { dtype = options.dtype, device = options.device }
   local fan_in = second / self.groups
@@ -109,9 +110,9 @@ end
 local Conv1d = core.class("Conv1d")
 Conv1d.unscoped, Conv1d.extra_repr = true, extra_repr
 
---- Creates a cross-correlation of signals. Weight and bias are uniform in +-1 / sqrt(in_channels / groups *
---- kernel_size), as in PyTorch. nn.Conv1D is a different layer: it is the product with a weight in Hugging Face's
---- GPT-2.
+--- Creates a cross-correlation of signals. Weight and bias are uniform in [-b, b], as in PyTorch, where b = 1 /
+--- sqrt(in_channels / groups * kernel_size). nn.Conv1D is a different layer: it is the product with a weight in Hugging
+--- Face's GPT-2.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer
@@ -133,8 +134,8 @@ conv.Conv1d = Conv1d
 local Conv2d = core.class("Conv2d")
 Conv2d.unscoped, Conv2d.extra_repr = true, extra_repr
 
---- Creates a cross-correlation of images. Weight and bias are uniform in +-1 / sqrt(fan in), as in PyTorch. The fan in
---- is in_channels / groups times the number of elements of a kernel.
+--- Creates a cross-correlation of images. Weight and bias are uniform in [-b, b], as in PyTorch, where b = 1 / sqrt(fan
+--- in). The fan in is in_channels / groups times the number of elements of a kernel.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer|integer[]
@@ -168,7 +169,7 @@ local ConvTranspose1d = core.class("ConvTranspose1d")
 ConvTranspose1d.unscoped, ConvTranspose1d.extra_repr = true, extra_repr
 
 --- Creates a transposed convolution of signals. It is the transpose of nn.Conv1d and makes signals longer. Weight and
---- bias are uniform in +-1 / sqrt(out_channels / groups * kernel_size), as in PyTorch.
+--- bias are uniform in [-b, b], as in PyTorch, where b = 1 / sqrt(out_channels / groups * kernel_size).
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer
@@ -191,8 +192,8 @@ local ConvTranspose2d = core.class("ConvTranspose2d")
 ConvTranspose2d.unscoped, ConvTranspose2d.extra_repr = true, extra_repr
 
 --- Creates a transposed convolution of images. It is the transpose of nn.Conv2d and enlarges images. Weight and bias
---- are uniform in +-1 / sqrt(n), as in PyTorch, where n is out_channels / groups times the number of elements of a
---- kernel.
+--- are uniform in [-b, b], as in PyTorch, where b = 1 / sqrt(n). n is out_channels / groups times the number of
+--- elements of a kernel.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer|integer[]

@@ -270,8 +270,8 @@ local FILLS = {
   [C.PS_OP_fill_] = { attributes = ffi.typeof "ps_attrs_fill_" },
 }
 
--- Returns whether all values of a tensor are from ops that fill the whole tensor. A part of such a tensor can be filled
--- without the rest.
+-- Returns whether all values of a tensor were written by ops that fill the whole tensor. A part of such a tensor can be
+-- filled without the rest.
 local function is_filled(record, list, t)
   if record.maker[address(t)] ~= EMPTY or not t:is_contiguous() then return false end
   for _, node in ipairs(list) do
@@ -364,9 +364,9 @@ end)
 -- Prevents loading the values of a tensor that is on another process.
 hooks.on("load", function(t) return absent[t] and t.device_ == META and { elsewhere = true } or nil end)
 
---- Runs a function that creates a model, but without data. Tensors are created on meta unless the function names a
---- device. Random numbers advance as they would with data. ps.materialize computes the values later. Bit for bit, they
---- equal the values that fn() would compute with data.
+--- Runs a function that creates a model, but creates the tensors without data. Tensors are created on meta unless the
+--- function names a device. Random numbers advance as they would with data. ps.materialize computes the values later.
+--- These values equal, bit for bit, the values that fn() would compute with data.
 ---@param fn fun(...): ps.nn.Module
 ---@param ... any arguments of fn
 ---@return ps.nn.Module model
@@ -431,8 +431,8 @@ local function give_values(record, entry, device, files)
   if entry.kind == "packed" then hooks.tell("packed", entry.tensor, entry.name) end
 end
 
---- Creates a parameter that is a shard of one of the model's parameters. The caller replaces that parameter by the
---- shard in the modules. ps.materialize sets the shard's values.
+--- Creates a parameter that is a shard of one of the model's parameters. The caller must replace the whole parameter by
+--- the shard in the modules. ps.materialize sets the shard's values.
 ---@param model ps.nn.Module made by ps.deferred
 ---@param parameter ps.Tensor the whole parameter, which has no values yet
 ---@param desc ps.nn.Shard

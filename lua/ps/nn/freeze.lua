@@ -50,8 +50,8 @@ local TRAINABLE = { prints_rows = true, __tostring = function(self)
     readable.bytes(self.nbytes))
 end }
 
--- Returns the rows of a table of parameters, with summed counts. Parameters whose names differ only in layer indices
--- share a row.
+-- Returns the rows of a table of parameters, with summed counts. Parameters share a row if their names differ only in
+-- layer indices, they have the same type, and they are all trained or all frozen.
 local function rows_of(module)
   local rows, by_key = { trained = 0, parameters = 0, trained_nbytes = 0, nbytes = 0 }, {}
   for name, p in module:named_parameters() do
@@ -74,10 +74,10 @@ end
 ---@param Module ps.nn.Module the class to which the methods are added
 return function(Module)
   --- Freezes the parameters whose names match a pattern. Backward computes no gradients for frozen parameters. An
-  --- engine that is created afterwards has no masters, gradients and optimizer state for them. The parameters of an
-  --- engine's model may be frozen and thawed between steps. In a pattern, "*" matches any characters. A pattern matches
-  --- whole components of a name: "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte" matches
-  --- "transformer.wte.weight".
+  --- engine that is created afterwards has no masters, gradients and optimizer state for these parameters. The
+  --- parameters of an engine's model may be frozen and thawed between steps. In a pattern, "*" matches any characters.
+  --- A pattern matches whole components of a name: "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte"
+  --- matches "transformer.wte.weight".
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:freeze(patterns)
@@ -85,8 +85,8 @@ return function(Module)
     return self
   end
 
-  --- Makes the parameters whose names match a pattern train again. An engine creates their masters, gradients and
-  --- optimizer state before its next step. All ranks must thaw the same parameters.
+  --- Makes the parameters whose names match a pattern train again. An engine creates masters, gradients and optimizer
+  --- state for these parameters before its next step. All ranks must thaw the same parameters.
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:thaw(patterns)
@@ -95,7 +95,8 @@ return function(Module)
   end
 
   --- Returns a list of the trained and the frozen parameters. The list prints as a table with counts and sizes in
-  --- bytes. Layers of one kind share a row. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
+  --- bytes. Parameters whose names differ only in layer indices share a row. The list's fields trained, parameters,
+  --- trained_nbytes and nbytes are sums.
   ---@return {name: string, trained: boolean, dtype: string, tensors: integer, parameters: integer, nbytes: number}[]
   function Module:trainable() return rows_of(self) end
 end

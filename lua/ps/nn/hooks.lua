@@ -45,10 +45,10 @@ function hooks.register_forward_hook(self, fn) return add(self, "after", fn, "re
 
 --- Calls fn(module, grad_input, grad_output) in backward when the gradients of the module's inputs are complete.
 --- grad_input is a list with the gradients of the tensors among the arguments, in order. grad_output is a list with the
---- gradients of the tensors among the outputs, in order. Both have their length in `n`. A gradient in them may be nil.
---- If an output is a table, its tensors are in alphabetical order of their fields. fn returns nil, or a list that
---- replaces grad_input. If this list has its length in `n`, a nil in it drops a gradient. Gradients are scaled as in
---- tensor hooks (t:register_hook).
+--- gradients of the tensors among the outputs, in order. Both lists have their length in `n`. A gradient in a list may
+--- be nil. If an output is a table, its tensors are in alphabetical order of their fields. fn returns nil, or a list
+--- that replaces grad_input. If the returned list has its length in `n`, a nil in the list drops a gradient. Gradients
+--- are scaled as in tensor hooks (t:register_hook).
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, grad_input: table<integer, ps.Tensor>, grad_output: table<integer, ps.Tensor>):
 --- table?

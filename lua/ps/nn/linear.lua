@@ -17,9 +17,9 @@ Linear.unscoped = true
 
 local LINEAR = { bias = "boolean", std = "number", dtype = "string", device = "string" }
 
---- Creates a layer that computes y = x weight^T + bias. By default, weight and bias are uniform in +-1 / sqrt(inputs),
---- as in PyTorch. With `std`, the weight is normally distributed with this standard deviation and the bias is 0, as in
---- GPT-2 and Llama.
+--- Creates a layer that computes y = x weight^T + bias. By default, weight and bias are uniform in [-b, b], as in
+--- PyTorch, where b = 1 / sqrt(inputs). With `std`, the weight is normally distributed with this standard deviation and
+--- the bias is 0, as in GPT-2 and Llama.
 ---@param inputs integer
 ---@param outputs integer
 ---@param options? {bias?: boolean, std?: number, dtype?: string, device?: string} bias (default true)
@@ -88,9 +88,9 @@ LMHead.unscoped = true
 
 local LM_HEAD = { std = "number", dtype = "string", device = "string", tied = "table" }
 
---- Creates the head of a language model. It computes logits over a vocabulary, or their loss. The weight is normally
---- distributed with the standard deviation `std`. With `tied`, the head uses the weight of a token embedding instead,
---- and this weight remains a parameter of the embedding.
+--- Creates the head of a language model. The head computes logits over a vocabulary, or the loss of these logits. The
+--- weight is normally distributed with the standard deviation `std`. With `tied`, the head uses the weight of a token
+--- embedding instead, and this weight remains a parameter of the embedding.
 ---@param width integer C
 ---@param words integer V
 ---@param options? {std?: number, dtype?: string, device?: string, tied?: ps.nn.Embedding} std (default 0.02)

@@ -11,8 +11,8 @@
 --
 -- Calling a module runs :forward in a scope. The end of the scope frees temporaries that neither the result nor the
 -- tape needs. `Class.unscoped = true` omits the scope, for a class whose forward makes no temporaries. The names and
--- the order of parameters are those of PyTorch's named_parameters ("h.0.attn.weight"; see ps.nn.registry): a module's
--- own tensors come before the tensors of its modules. A tied tensor is listed once, under its first name, but
+-- the order of parameters are the same as in PyTorch's named_parameters ("h.0.attn.weight"; see ps.nn.registry): a
+-- module's own tensors come before the tensors of its modules. A tied tensor is listed once, under its first name, but
 -- state_dict has all of its names. Modules keep no activations.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -33,8 +33,9 @@ local C = native.C
 -- The fields for other files:
 --   changes: number of registrations and replacements of parameters and modules so far
 --   assigned: number of assignments to modules outside of the modules' calls
---   optimizers: the live optimizers of ps.optim. Each has a table `trained` (true by address of a parameter)
---   updated: {engine, name} by address of a parameter that an engine updates. The engine keeps this table alive
+--   optimizers: the live optimizers of ps.optim. The table `trained` of an optimizer maps a parameter's address to true
+--   updated: maps the address of a parameter that an engine updates to {engine, name}. The engine keeps {engine, name}
+--            alive
 local exports = { changes = 0, assigned = 0, optimizers = setmetatable({}, { __mode = "k" }),
   updated = setmetatable({}, { __mode = "v" }) }
 
@@ -165,8 +166,8 @@ local function input_names(self)
   return self.class_name, names[1] and ("; other inputs go by name: model { %s }"):format(table.concat(names, ", "))
 end
 
--- Calls a module. If the module's class has a function outermost(self, run, ...), this function replaces each call from
--- outside of all modules. run(self, ...) performs the actual call.
+-- Calls a module. If the module's class has a function outermost(self, run, ...), each call that is not inside the call
+-- of another module calls outermost() instead. run(self, ...) performs the actual call.
 local function call(self, ...)
   if self.forward == Module.forward then self:forward() end
   exact.arguments(self.forward, input_names, self, ...)
@@ -380,7 +381,7 @@ function Module:num_parameters()
   return n
 end
 
---- Returns a list of the modules below this one, with their numbers of parameters. The list prints as a table
+--- Returns a list of the modules inside this module, with their numbers of parameters. The list prints as a table
 --- (ps.inspect.summary).
 ---@return table[] rows
 function Module:summary() return summary(self) end
@@ -410,7 +411,7 @@ end
 require "ps.nn.aliases"(Module)
 require "ps.nn.freeze"(Module)
 
---- Calls fn for every module below this one, and then for this module. Children are called before their parents. A
+--- Calls fn for every module inside this module, and then for this module. Children are called before their parents. A
 --- child with two names in one module is called once.
 ---@param fn fun(module: ps.nn.Module)
 ---@return ps.nn.Module self

@@ -36,8 +36,8 @@ local parts = {}
 
 local KEYS = { name = true, modules = true, parameters = true, forward = true }
 
--- Finds a parameter or buffer by a name such as "stem.scale". Returns the module that has it and the field. Returns nil
--- if the model has no such parameter or buffer.
+-- Finds a parameter or buffer by a name such as "stem.scale". Returns the module and the field that hold the parameter
+-- or buffer. Returns nil if the model has no such parameter or buffer.
 local function find(model, name)
   local owner, key = model, nil
   for word in name:gmatch "[^.]+" do
@@ -160,8 +160,8 @@ local function run_all(list, batch)
   return list[n].forward(scope.scope(parts.run, list, 1, n - 1, {}, batch), batch)
 end
 
---- Runs all parts. All parts but the last run in one scope. The end of this scope frees their tensors, except the carry
---- for the last part. If the list has a function `replay`, this function runs the parts instead
+--- Runs all parts. All parts except the last part run in one scope. The end of this scope frees their tensors, except
+--- the carry for the last part. If the list has a function `replay`, this function runs the parts instead
 --- (ps/pretrained/generate_replay.lua).
 ---@param list ps.nn.Part[]
 ---@param batch table<string, any>

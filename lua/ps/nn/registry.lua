@@ -140,7 +140,7 @@ function registry.members(module)
   end
 end
 
---- Calls fn(full name, value, kind, owner, key) for every value that is registered in a module or in the modules below
+--- Calls fn(full name, value, kind, owner, key) for every value that is registered in a module or in a module inside
 --- it. A module comes before its members, and members are in order.
 ---@param module ps.nn.Registered
 ---@param fn fun(name: string, value: ps.nn.Module|ps.Tensor, kind: string, owner: ps.nn.Module, key: any)

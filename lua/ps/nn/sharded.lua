@@ -18,8 +18,8 @@ local sharded = {}
 ---@field index integer index of the rank that holds these pieces, along the axis tp
 ---@field pieces ps.nn.Shard.Piece[] this rank's rectangles of the whole tensor
 
---- Returns the sharded parameters of a model by name, or nil if the model has none. A tied parameter has its first
---- name.
+--- Returns the sharded parameters of a model by name, or nil if no parameter is sharded. A tied parameter is listed
+--- under its first name.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table<string, ps.nn.Sharded>?
 function sharded.of(model)

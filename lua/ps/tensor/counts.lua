@@ -207,7 +207,7 @@ local SEARCH = { right = "boolean" }
 --- Returns the index at which each value would be inserted into this tensor, which must be sorted. As in PyTorch,
 --- comparisons with NaN are false, so the search continues after a NaN.
 ---@param values ps.Tensor|number of any shape if this tensor has one dimension; otherwise the leading sizes must equal
----   the leading sizes of this tensor
+--- the leading sizes of this tensor
 ---@param options? {right?: boolean} right: whether to insert after equal elements instead of before them (default
 --- false)
 ---@return ps.Tensor int64 of the shape of values

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.Tensor: methods and operators that call ops. A tensor is the header that the C engine creates (cdata ps_tensor *).
--- It has no Lua object around it. As in PyTorch, dimensions and indices count from 0, -1 is the last dimension or
+-- No Lua object wraps the header. As in PyTorch, dimensions and indices count from 0, -1 is the last dimension or
 -- index, and ranges exclude their end.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"

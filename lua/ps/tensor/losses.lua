@@ -133,7 +133,7 @@ local WEIGHT_NAMES = { "pos_weight", "the logits" }
 local WITH_LOGITS = { reduction = "string", pos_weight = "tensor" }
 
 --- Returns the binary cross entropy of logits x against targets in [0, 1]. pos_weight is the weight of targets that are
---- 1. It is broadcast to x's shape.
+--- 1. pos_weight is broadcast to x's shape.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", pos_weight?: ps.Tensor} reduction default "mean"

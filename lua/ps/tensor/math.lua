@@ -165,7 +165,7 @@ for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum"
     return ops[name](a, scalar_like(a, b))
   end
 end
---- The methods that call the op of the same name. They are added when a script first uses one of them.
+--- The methods that call the op of the same name. All these methods are added when a script first uses one of them.
 M.plain = {}
 for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin", "cos", "erf", "tanh",
                         "sigmoid", "silu", "isfinite", "logical_not", "log1p", "expm1" } do
@@ -276,8 +276,8 @@ end
 local ALL, ROW, COLUMN, NO_SIZES = { -1 }, { 1, -1 }, { -1, 1 }, {}
 
 --- Returns the matrix product: [..., M, K] times [..., K, N] is [..., M, N]. Leading dimensions broadcast. As in
---- PyTorch, a vector is used as a row on the left and as a column on the right, and the result does not have this
---- dimension.
+--- PyTorch, a vector is used as a row on the left and as a column on the right. The dimension that this adds is removed
+--- from the result.
 ---@param b ps.Tensor
 ---@return ps.Tensor
 function T:matmul(b)
@@ -631,7 +631,7 @@ function T:div_(x)
   ops.copy_(self, self / x)
   return self
 end
---- Sets the elements to normally distributed numbers, in place. The Box-Muller method computes them from Philox
+--- Sets the elements to normally distributed numbers, in place. The Box-Muller method computes the numbers from Philox
 --- counters (ps.manual_seed).
 ---@param mean? number (default 0)
 ---@param std? number at least 0 (default 1)

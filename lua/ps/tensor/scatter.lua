@@ -203,8 +203,8 @@ end
 
 local ALPHA = { alpha = "number" }
 
---- Returns a copy of x to which slices of src are added. alpha times slice n of src is added to the slice at index
---- idx[n] of dimension d, in the order of n.
+--- Returns a copy of x to which slices of src are added. For each n in order, alpha times slice n of src is added to
+--- the slice at index idx[n] of dimension d.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param src ps.Tensor of x's shape, except that dimension d has the size N
@@ -349,7 +349,7 @@ end
 
 local scatter_in_place = T.scatter_
 --- Writes src to the elements that gather(d, idx) would read. If several elements of src have the same target, the last
---- one is written.
+--- of these elements is written.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger

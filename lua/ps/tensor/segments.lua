@@ -42,8 +42,8 @@ local function numbers(given)
   return (sample * T + range(T):reshape(1, T) - begin):to("int64"):reshape(B * T)
 end
 
---- Returns the positions of x's rows in their segments, for the op `dropout`. Returns `part` in two cases: if the rows
---- that the model is computing have no segments, or if x does not have one row for each position.
+--- Returns the positions of x's rows in their segments, for the op `dropout`. Returns `part` unchanged in two cases: if
+--- the rows that the model is computing have no segments, or if x does not have one row for each position.
 ---@param x ps.Tensor [B, T, C] or [B T, C], or a part of such a tensor
 ---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} which rows of the whole tensor x contains
 ---@return {first?: integer, rows?: ps.Tensor, per_sample: integer}?

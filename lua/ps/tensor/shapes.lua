@@ -61,7 +61,7 @@ function T:view_as(other) return self:view(given(other, "view_as", "the other te
 ---@param d integer
 ---@param size integer size of a window
 ---@param step integer distance from the start of a window to the start of the next window
----@return ps.Tensor with the number of windows as the size of dimension d, and with an additional last dimension of
+---@return ps.Tensor with a dimension d whose size is the number of windows, and with an additional last dimension of
 --- size `size`
 function T:unfold(d, size, step)
   d = dim_index(self, d)
@@ -235,7 +235,8 @@ for _, name in ipairs { "addmm", "baddbmm", "addmv" } do
   --- Returns beta times this tensor plus alpha times the product of a and b.
   ---@param a ps.Tensor
   ---@param b ps.Tensor
-  ---@param options? {alpha?: number, beta?: number} default 1; if beta is 0, the values of this tensor are not used
+  ---@param options? {alpha?: number, beta?: number} alpha, beta: default 1; if beta is 0, the values of this tensor are
+  --- not used
   ---@return ps.Tensor
   T[name] = function(self, a, b, options)
     options = caller.options(options, name, FACTORS)
@@ -304,7 +305,7 @@ local SHOWN = { lerp = "lerp(stop, weight)", clamp = "clamp(low, high)", clip = 
 
 for name, instead in pairs(SHOWN) do
   --- Performs the method without the trailing _, and writes the result into this tensor. Raises an error if this tensor
-  --- or an argument requires a gradient, or if the result has another type or shape.
+  --- or an argument requires a gradient, or if the result's type or shape differs from this tensor's.
   ---@param a? any
   ---@param b? any
   ---@param c? any

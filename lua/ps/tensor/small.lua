@@ -24,7 +24,7 @@ end
 
 -- -- products -------------------------------------------------------------------------------------------------------
 -- Returns the product along dimension d. In each step, one half of the elements is multiplied by the other half. The
--- gradient of an element is then the product of the other elements, even if some elements are 0. If no gradient is
+-- gradient of an element is therefore the product of the other elements, even if some elements are 0. If no gradient is
 -- needed, the op `prod` multiplies in the same order. Only devices that use host memory have a kernel for this op.
 local function prod_along(x, d, keepdim)
   if native.on_host(x) and not (x:needs_grad() and scope.grad_enabled()) then
@@ -299,7 +299,7 @@ end
 
 --- Repeats each element several times. With a dimension, repeats each slice along this dimension. The copies of an
 --- element or slice are adjacent.
----@param repeats integer|ps.Tensor number of copies; if it is a vector of integers, it has a number for each slice
+---@param repeats integer|ps.Tensor number of copies; a vector of integers contains a number for each slice
 ---@param d? integer (default: repeats the elements in row-major order)
 ---@return ps.Tensor
 function T:repeat_interleave(repeats, d)
