@@ -177,8 +177,7 @@ local function run_backward(call, id, factor)
   scope.passed(id)
 end
 
--- Runs the backward of a call. The backward draws the same random numbers as the forward, whatever the order of
--- backwards.
+-- Runs the backward of a call. The backward draws the same random numbers as the forward, in any order of backwards.
 local function resume(call, id, factor)
   local rng, was = C.ps_rng_get(ctx), {}
   for _, key in ipairs(RANDOM) do was[key], rng[key] = rng[key], call.rng[key] end

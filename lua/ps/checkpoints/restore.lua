@@ -416,8 +416,7 @@ end
 local loaded = setmetatable({}, { __mode = "k" })
 
 --- Returns the step of the checkpoint that was loaded into an optimizer. Only the first call after the load returns the
---- step. Returns nil if the optimizer has made further updates since the load, because the number of steps is then
---- unknown.
+--- step. Returns nil if the optimizer has made updates since the load, because the step is then unknown.
 ---@param optimizer ps.Optimizer|ps.EngineOptimizer
 ---@return integer?
 function restore.continued(optimizer)

@@ -291,8 +291,7 @@ function caller.options(options, call, keys)
   return options
 end
 
---- The text of a call of each public function, such as "t:sum". The keys are the functions. ps.core.exact fills the
---- table.
+--- The text of a call of each public function, such as "t:sum", by function. ps.core.exact fills the table.
 ---@type table<function, string>
 caller.calls = setmetatable({}, { __mode = "k" })
 

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Encodes values as JSON with sorted keys, so that equal values have equal JSON texts. Decoding returns the same value,
--- and every number is the same bit for bit. If JSON would change a value, an error names the value's place. A table
--- with the keys 1 .. n becomes an array. Any other table, including an empty one, becomes an object. JSON's null is
+-- with every number bit for bit the same. If JSON would change a value, an error names the value's place. A table with
+-- the keys 1 .. n becomes an array. Any other table, including an empty table, becomes an object. JSON's null is
 -- cjson.null.
 local json = require("cjson").new()
 local utf8 = require "ps.core.utf8"

@@ -1,6 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads the record of events. Sorts the events by the time when they begin, and finds the names of their numeric
--- fields.
+-- Reads the record of events, sorts the events by the time when they begin, and names their numeric fields.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local ffi, C = native.ffi, native.C

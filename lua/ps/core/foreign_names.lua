@@ -27,8 +27,7 @@ local SPARSE = "all tensors are dense: keep indices and values, and use t:index_
 local COPY = "make a second model by the same call, then other:load_state_dict(model:state_dict()) copies the values"
 local WORLD = "write ps.init_distributed(), ps.rank(), ps.world_size(), ps.synchronize(), ps.mesh.group \"world\""
 
--- Texts that say what to write instead of a name. The outer key is the owner of the name, and the inner key is the
--- name.
+-- Texts that say what to write instead of a name. The outer key is the name's owner, and the inner key is the name.
 return {
   ps = {
     inference_mode = "write ps.no_grad(function() ... end)", set_grad_enabled = "write ps.no_grad(function() ... end)",

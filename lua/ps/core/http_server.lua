@@ -55,8 +55,7 @@ function http_server.drop(stream)
 end
 
 -- Makes stream:shutdown() stop if the client closed the connection in the middle of the body. shutdown() calls step()
--- until the body is read. Without this change shutdown() would loop forever, because each call of step() would read
--- nothing.
+-- until the body is read. Without this change shutdown() would loop forever, because step() would read nothing.
 local function end_without_progress(stream)
   if stream.connection.version >= 2 then return end
   local step = stream.step

@@ -5,7 +5,7 @@
 -- line numbers of the generated file.
 local path = require "ps.ops_generated"
 
--- Declares the names that the generated lines use. All declarations are on one line, which is compiled before an op's
+-- Declares the names that the generated lines use. The declarations are one line, which is compiled before an op's
 -- lines.
 local NAMES = "local ops, ffi, C, apply, error, tensor, number, more, ins = ... local type_of = type "
 local BEGIN, END = "\ndo -- op ", "\nend end\n"

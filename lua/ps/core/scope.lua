@@ -451,9 +451,8 @@ function M.backward_options(options, call, more)
   return options
 end
 
---- Computes the gradients of the leaves that t was computed from. Adds these gradients to the gradients that the leaves
---- already have. If t is the loss of a micro-batch of ps.initialize's model, the weight of the loss is applied as in
---- model:backward.
+--- Computes the gradients of the leaves that t was computed from. Adds them to the gradients that the leaves already
+--- have. If t is the loss of a micro-batch of ps.initialize's model, the loss's weight is applied as in model:backward.
 ---@param t ps.Tensor of one element, unless gradient is passed
 ---@param gradient? ps.Tensor|{retain_graph?: boolean} gradient of t's shape, or the options
 ---@param options? {retain_graph?: boolean} retain_graph: keep the graph for another backward

@@ -69,8 +69,7 @@ function agree.texts(group, text)
   return texts
 end
 
--- Joins the ranks' texts into one text. Ranks with equal texts share a line. The line names these ranks by their global
--- numbers.
+-- Joins the ranks' texts into one text. Ranks with equal texts share a line, which begins with their global ranks.
 local function together(group, texts)
   local lines, ranks = {}, {}
   for rank, text in ipairs(texts) do

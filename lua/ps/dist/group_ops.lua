@@ -163,7 +163,7 @@ local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "b
 ---
 --- A row's loss is share[0] * lse - share[1] * logit(target) - share[2] * sum(mass * logit), where lse is the
 --- log-sum-exp of the row's logits over all words. The result is the sum over the rows. It is equal on all ranks and
---- counts once. Each rank computes the gradients of w and bias for its own words. The gradient of x is the sum over the
+--- counts once. Each rank computes the gradients of w and bias for its own words. The gradient of x is summed over
 --- ranks.
 ---@param x ps.Tensor [N, C], equal on all ranks; with `parted`, this rank's rows [N / size, C]
 ---@param w ps.Tensor [V, C], this rank's words

@@ -270,8 +270,7 @@ local function check_options(o)
   end
 end
 
--- Returns the options that are settings of a configuration, by configuration key. Each entry is {value, name in
--- messages}.
+-- Returns the options that are settings of a configuration, by configuration key, as {value, name in messages}.
 local function asked(o)
   local keys = {}
   for name, path in pairs(ASKED) do

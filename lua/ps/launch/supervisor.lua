@@ -70,7 +70,7 @@ ranks.now = now
 
 local before, signal_fd                     -- the signal mask that ranks restore; the signalfd
 
--- Returns the signals that were ignored when the launcher started (by nohup or in a background job). These signals stay
+-- Returns the signals that were ignored when the launcher started (by nohup or in a background job). These stay
 -- ignored.
 local function ignored()
   local f = io.open("/proc/self/status", "rb")
@@ -115,8 +115,7 @@ local function pipe()
 end
 
 -- Returns a pipe through which a rank's watch names the ranks that it blames (src/rendezvous/watch.c). Each line in the
--- pipe is "RANK CODE". Returns both ends of the pipe, and the path by which the rank opens the pipe. Neither end
--- blocks.
+-- pipe is "RANK CODE". Returns both ends of the pipe, and the path that the rank opens. Neither end blocks.
 local function blame_pipe()
   local r, w = pipe()
   for _, fd in ipairs { r, w } do

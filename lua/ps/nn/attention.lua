@@ -25,8 +25,7 @@ local OPTIONS = { dropout = "number", bias = "boolean", kdim = "whole", vdim = "
   dtype = "string", device = "string" }
 
 --- Creates attention with E / heads columns per head. Parameters are initialised as in PyTorch. The weights of queries,
---- keys and values are Xavier uniform. The weight of out_proj is initialised like the weight of nn.Linear. Biases are
---- 0.
+--- keys and values are Xavier uniform. The weight of out_proj is initialised as in nn.Linear. Biases are 0.
 ---@param width integer E, the width of queries and of the result
 ---@param heads integer number of heads, which must divide E
 ---@param options? {dropout?: number, bias?: boolean, kdim?: integer, vdim?: integer, batch_first?: boolean, dtype?:

@@ -111,8 +111,7 @@ local function check_input(self, x)
   end
 end
 
--- Counts a forward in training. Returns the weight with which the batch's statistics are averaged into the running
--- statistics.
+-- Counts a forward in training. Returns the weight of the batch's statistics in the update of the running statistics.
 local function count_batch(self)
   keep_statistics(self)
   local n = self.num_batches_tracked
@@ -182,8 +181,7 @@ SyncBatchNorm.dims[1] = nil
 SyncBatchNorm.unscoped = false
 
 --- Normalises like nn.BatchNorm1d and nn.BatchNorm2d, but with statistics over the batches of all data-parallel ranks.
---- All ranks have the same running statistics. With one rank, the results equal the results of nn.BatchNorm1d and
---- nn.BatchNorm2d.
+--- All ranks have the same running statistics. With one rank, the results equal those batch norms' results.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
 --- string, device?: string} the options of nn.BatchNorm2d

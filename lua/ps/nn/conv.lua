@@ -141,7 +141,7 @@ Conv2d.unscoped, Conv2d.extra_repr = true, extra_repr
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[]|"same"|"valid", dilation?:
 --- integer|integer[], groups?: integer, bias?: boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular",
---- dtype?: string, device?: string} defaults: stride 1, padding 0, dilation 1, groups 1, bias true, padding_mode
+--- dtype?: string, device?: string} defaults: stride 1, padding 0, dilation 1, groups 1, bias true, and padding_mode
 --- "zeros"
 function Conv2d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv2d", 2, in_channels, out_channels, kernel_size, options)

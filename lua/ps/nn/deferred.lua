@@ -262,8 +262,8 @@ local function compute(record, list, env, t, device, files)
 end
 
 -- Ops that fill a tensor in place, by op code. `attributes` is the type of the op's attributes. If `numbered` is true,
--- the attributes contain `offset`, the counter of the first element's random number. Element i has the counter offset +
--- i.
+-- the attributes contain `offset`, the counter of the first element's random number. The counter of element i is then
+-- offset + i.
 local FILLS = {
   [C.PS_OP_normal_] = { attributes = ffi.typeof "ps_attrs_normal_", numbered = true },
   [C.PS_OP_uniform_] = { attributes = ffi.typeof "ps_attrs_uniform_", numbered = true },

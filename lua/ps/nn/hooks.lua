@@ -132,8 +132,7 @@ function Outputs.backward(ctx, ...)
   return nil, ...
 end
 
--- Finds the tensors in a list of values, and in the tables of this list. Returns their places as a list of { list, key
--- }.
+-- Finds the tensors in a list of values and in the tables of this list. Returns their places as a list of {list, key}.
 local function places_of(values)
   local places = {}
   for i = 1, values.n do

@@ -34,8 +34,7 @@ local C = native.C
 --   changes: number of registrations and replacements of parameters and modules so far
 --   assigned: number of assignments to modules outside of the modules' calls
 --   optimizers: the live optimizers of ps.optim. The table `trained` of an optimizer maps a parameter's address to true
---   updated: maps the address of a parameter that an engine updates to {engine, name}. The engine keeps {engine, name}
---            alive
+--   updated: maps the address of a parameter that an engine updates to {engine, name}, which the engine keeps alive
 local exports = { changes = 0, assigned = 0, optimizers = setmetatable({}, { __mode = "k" }),
   updated = setmetatable({}, { __mode = "v" }) }
 
@@ -558,8 +557,7 @@ end
 -- -- dropout that is off ----------------------------------------------------------------------------------------------
 local off, told = setmetatable({}, { __mode = "v" }), false
 
---- Records that a layer drops nothing because the layer is in evaluation mode. The next backward prints a message about
---- it.
+--- Records that a layer drops nothing because the layer is in evaluation mode. The next backward prints a message.
 ---@param module ps.nn.Module
 local function dropout_is_off(module)
   if not told and scope.grad_enabled() then off[1] = module end

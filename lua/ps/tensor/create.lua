@@ -249,7 +249,7 @@ local function measure(value, shape, depth)
 end
 
 --- Returns a tensor with the value of a number or a boolean, or with the values of a list. Lists may be nested. A list
---- of only booleans becomes a tensor of type bool. If a list also contains numbers, true counts as 1. A tensor is
+--- of only booleans becomes a tensor of type bool. In a list that also contains numbers, true counts as 1. A tensor is
 --- copied.
 ---@param value number|boolean|table|ps.Tensor
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string options, or the dtype as a string

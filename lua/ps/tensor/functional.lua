@@ -159,8 +159,7 @@ function F.dropout2d(x, p, training) return drop_channels(x, p, training, 4, "F.
 
 local GELU = { none = 0, tanh = 1 }
 
---- Returns x times the probability that a standard normal variable is at most x. With "tanh", this probability is
---- approximated.
+--- Returns x times the probability that a standard normal variable is at most x. "tanh" approximates the probability.
 ---@param x ps.Tensor
 ---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor of x's shape

@@ -457,8 +457,7 @@ local function move(running, value, scale, factor)
 end
 
 -- Updates the running statistics [C] with the mean [C] and the variance [C] of the elements of each channel. `count` is
--- the number of elements per channel, and it was the divisor of the variance. `momentum` is the weight of the new
--- values.
+-- the number of elements per channel, by which the variance was divided. `momentum` is the weight of the new values.
 local function move_statistics(mean, var, count, running_mean, running_var, momentum)
   scope.no_grad(function()
     move(running_mean, mean, 1, momentum)

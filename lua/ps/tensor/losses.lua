@@ -107,7 +107,8 @@ local function entropy(p, target, slopes)
 end
 
 --- Returns the binary cross entropy of probabilities p in [0, 1] against targets in [0, 1]. As in PyTorch, logarithms
---- are at least -100, and the gradient's denominator p * (1 - p) is at least 1e-12. Values outside [0, 1] result in
+--- are at least -100, and the gradient's denominator p * (1 - p) is at least 1e-12. Values outside [0, 1] result in a
+--- NaN loss.
 --- NaN.
 ---@param p ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
@@ -227,8 +228,7 @@ local function signs(y, call, like)
   return y
 end
 
---- Returns max(0, margin - y * (a - b)). y is 1 where a should be larger than b, and -1 where b should be larger than
---- a.
+--- Returns max(0, margin - y * (a - b)). y is 1 where a should be larger than b, and -1 where a should be smaller.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of the same shape
 ---@param y ps.Tensor of 1 and -1, with a's number of dimensions, of a shape that broadcasts to a's shape

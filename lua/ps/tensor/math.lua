@@ -190,8 +190,7 @@ function T:relu()
   if is_tensor(self) and not FLOAT[self.dtype_] then return ops.clamp(self, 0, math.huge) end
   return ops.relu(self)
 end
---- Returns x times the probability that a standard normal variable is at most x. With "tanh", this probability is
---- approximated.
+--- Returns x times the probability that a standard normal variable is at most x. "tanh" approximates the probability.
 ---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end

@@ -67,8 +67,7 @@ local function leave(was, ...)
   return ...
 end
 
---- Wraps the parts of a model (nn/parts.lua). Dropout in the wrapped parts then numbers the segments in the mask of the
---- batch.
+--- Wraps the parts of a model (nn/parts.lua). Dropout in these parts then numbers the segments in the batch's mask.
 ---@param list ps.nn.Part[]
 ---@return ps.nn.Part[] list
 function segments.parts(list)
