@@ -109,7 +109,6 @@ end
 --- Returns the binary cross entropy of probabilities p in [0, 1] against targets in [0, 1]. As in PyTorch, logarithms
 --- are at least -100, and the gradient's denominator p * (1 - p) is at least 1e-12. Values outside [0, 1] result in a
 --- NaN loss.
---- NaN.
 ---@param p ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
