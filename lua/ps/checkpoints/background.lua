@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Saves a checkpoint while training continues. The state is copied to host memory, in the layout of the file. A thread
 -- of the engine (src/io/saver.c) writes the copy. The memory of the copy is a tensor, so that budgets count it. This
--- memory is kept between saves until a larger copy is needed, or until an allocation needs the memory. If a step does
--- not fit in the remaining memory, the step waits until the file is written.
+-- memory is kept between saves until a larger copy is needed, or until release() frees the memory. If a step does not
+-- fit in the remaining memory, the step waits until the file is written.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local hooks = require "ps.core.hooks"

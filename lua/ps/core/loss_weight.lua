@@ -256,7 +256,7 @@ function loss_weight.of(loss)
 end
 
 --- Returns the hits of a loss, as the loss's ops counted them. A hit is a target whose logit is the largest of its row.
---- If several logits are equal, the first one counts as the largest. The host waits for the device that counted.
+--- If several logits are equal, the first counts as the largest. The host waits for the device that counted the hits.
 ---@param loss ps.Tensor
 ---@return number? hits nil if no op of the loss counted them
 ---@return number? targets number of targets that count

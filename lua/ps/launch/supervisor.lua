@@ -70,8 +70,7 @@ ranks.now = now
 
 local before, signal_fd                     -- the signal mask that ranks restore; the signalfd
 
--- Returns the signals that were ignored when the launcher started (by nohup or in a background job). These stay
--- ignored.
+-- Returns the signals that were ignored when the launcher started (by nohup or in the background) and stay ignored.
 local function ignored()
   local f = io.open("/proc/self/status", "rb")
   local text = f and f:read("*a") or ""

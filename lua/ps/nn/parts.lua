@@ -173,8 +173,7 @@ end
 
 -- -- weights that are read without calling their layers ---------------------------------------------------------------
 -- The functions below are for code that reads a layer's weight instead of calling the layer, such as fused ops and tied
--- heads. Adapters (ps.lora) replace a layer's forward. For such code, adapters also set the layer's function
--- weight_now.
+-- heads. Adapters (ps.lora) replace a layer's forward. For such code, they also set the layer's weight_now.
 
 --- Returns whether a layer is an object of a class and the script has not replaced its forward.
 ---@param layer ps.nn.Module
