@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A file to which a run appends: its log, or the events of a monitor. A full disk should not end a run. Therefore bytes
--- that cannot be written stay in memory, and each later write tries to write them again.
+-- A file to which a run appends, such as the run's log or the events of a monitor. A full disk should not end a run.
+-- Therefore bytes that cannot be written stay in memory, and each later call of write tries to write these bytes again.
 local fcntl = require "posix.fcntl"
 local unistd = require "posix.unistd"
 local EINTR = require("posix.errno").EINTR
@@ -52,8 +52,8 @@ end
 
 --- Appends text to the file. If a write fails, the text is kept for the next write.
 ---@param text string
----@return string? problem the error, if this write failed and the write before it did not; the same error is not
---- returned again
+---@return string? problem the error if this write failed; nil if the previous write failed too, because its error was
+--- already returned
 function Appended:write(text)
   local failed = self.problem ~= nil
   self.unwritten = self.unwritten .. text
@@ -65,7 +65,7 @@ function Appended:write(text)
 end
 
 --- Closes the file. A second call does nothing.
----@return string? problem how many lines or bytes were lost, and why; nil if none were lost
+---@return string? problem a text that says how many lines or bytes were lost, and why; nil if the file is complete
 function Appended:close()
   if not self.fd then return nil end
   flush(self)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads the metadata and the tensors of GGUF files, the files of llama.cpp (src/io/gguf.c). llama.cpp's gguf-split
--- divides a file into parts (NAME-00001-of-00003.gguf). Such a file is opened by the path of any of its parts. Tensors
--- have the names that they have in the file, unless `present` gives them other names.
+-- Reads the metadata and the tensors of GGUF files (src/io/gguf.c). GGUF is the file format of llama.cpp, whose program
+-- gguf-split divides a file into parts (NAME-00001-of-00003.gguf). A divided file is opened by the path of any part.
+-- A tensor has the same name as in the file, unless `present` renames the tensor.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -21,20 +21,20 @@ local VALUES = { [0] = "uint8", "int8", "uint16", "int16", "uint32", "int32", "f
 local STRING, ARRAY, BOOL, UINT64, FLOAT32, FLOAT64 = 8, 9, 7, 10, 6, 12
 local EXACT = 2 ^ 53                                       -- Lua represents whole numbers up to this limit exactly
 
----@class ps.Gguf an open file, or all parts of a file that was split
+---@class ps.Gguf an open file; if the file was split, all of its parts
 ---@field path string path of the first part
 ---@field private mmap boolean true if tensors use the mapped bytes of the file where possible
 ---@field private parts ffi.cdata*[] the open parts
----@field private home table<string, {g: ffi.cdata*, i: integer, heads?: integer, packed?: boolean}> where each tensor
----  is, by the name under which it is read
----@field private order string[] the names under which tensors are read, in file order
+---@field private home table<string, {g: ffi.cdata*, i: integer, heads?: integer, packed?: boolean}> the location of
+---  each tensor; the keys are the tensors' names after `present`
+---@field private order string[] the tensors' names after `present`, in file order
 local File = {}
 File.__index = File
 
 local OPEN = { mmap = "boolean" }
 
--- Returns the paths of a file's parts, and the index of the given part, which counts from 0. Returns nil if the path is
--- not the name of a part.
+-- Takes the path of one part of a file. Returns the paths of all parts, and the given part's index, counted from 0.
+-- Returns nil if the path does not have the form of a part's name.
 local function parts_of(path)
   local stem, number, count = path:match("^(.*)%-(%d%d%d%d%d)%-of%-(%d%d%d%d%d)%.gguf$")
   if not stem then return nil end
@@ -59,7 +59,7 @@ local function value_of(out)
   return of == UINT64 and ffi.cast("uint64_t", out.whole) or out.whole
 end
 
--- Adds the tensors of a part, under the names that they have in the file.
+-- Adds the tensors of a part to the file. Each tensor keeps its name.
 local function add_part(self, g)
   self.parts[#self.parts + 1] = g
   for i = 0, C.ps_gguf_count(g) - 1 do
@@ -70,7 +70,7 @@ local function add_part(self, g)
   end
 end
 
--- Opens the other parts of a file that was split, and checks that all parts belong together.
+-- Opens all parts of a split file except the first, which is already open. Checks that all parts belong together.
 local function open_parts(self, paths)
   local count, total = self:meta "split.count" or 1, self:meta "split.tensors.count"
   if paths and count ~= #paths then
@@ -100,7 +100,7 @@ end
 
 --- Opens a file and checks its whole header.
 ---@param path string path of the file or, if the file was split, of any of its parts
----@param options? {mmap?: boolean} mmap = true: see ps.load
+---@param options? {mmap?: boolean} mmap has the same meaning as in ps.load
 ---@return ps.Gguf
 function gguf.open(path, options)
   caller.typed(path, "string", "a GGUF file: the path")
@@ -129,17 +129,18 @@ function gguf.with(path, fn)
   return result
 end
 
---- Returns whether a path is the name of a GGUF file.
+--- Returns whether a path ends in ".gguf".
 ---@param path string
 ---@return boolean
 function gguf.is_path(path) return path:match("%.gguf$") ~= nil end
 
---- Returns the path of a file in a list. If the path is the name of a part, returns the paths of all parts.
+--- Returns a list of the files that belong to a path. If the path is the name of a part, the list contains the paths of
+--- all parts. Otherwise it contains only the given path.
 ---@param path string
 ---@return string[]
 function gguf.paths(path) return (parts_of(path)) or { path } end
 
---- Returns those metadata entries of a file whose keys match a pattern. They are in the order of the file.
+--- Returns the metadata entries whose keys match a Lua pattern, in file order.
 ---@param file ps.Gguf
 ---@param pattern string
 ---@return ps.gguf.Entry[]
@@ -154,9 +155,9 @@ function gguf.entries(file, pattern)
   return entries
 end
 
---- Raises an error if a file is to be written to a path that is the name of one of several parts. Files are written
---- whole, so the new file could not be opened by such a name. It could also replace a part of the model that is being
---- read.
+--- Checks the path of a file that will be written. Raises an error if the path has the form of a part's name, such as
+--- NAME-00001-of-00003.gguf. Files are always written whole, so a file with such a name could not be opened. It could
+--- also replace a part of the model that is being read.
 ---@param path string
 ---@param call string name of the calling function, for the error
 function gguf.check_whole(path, call)
@@ -182,8 +183,8 @@ function File:keys()
   return keys
 end
 
--- Returns the types and the number of values of a metadata entry, and the part and the index in the part where the
--- entry is. Returns nil if there is no such entry.
+-- Finds a metadata entry. Returns a ps_gguf_value with the entry's type and number of values, the part that contains
+-- the entry, and the entry's index in this part. Returns nil if no entry has this key.
 local function meta_of(self, key)
   local g, out = opened(self), ffi.new("ps_gguf_value")
   local i = C.ps_gguf_meta_find(g, key)
@@ -192,8 +193,8 @@ local function meta_of(self, key)
   return out, g, i
 end
 
---- Returns a metadata value: a number, a string, a boolean, or a list if the value is an array. Returns nil if there is
---- no such entry.
+--- Returns a metadata value. An array is returned as a list, and any other value as a number, a string or a boolean.
+--- Returns nil if no entry has this key.
 ---@param key string
 ---@return any value
 ---@return string? type the value's type, such as "uint32"; for an array, the type of its values
@@ -214,7 +215,7 @@ function File:meta(key)
   return list, kind, true
 end
 
---- Returns the number of values of an array in the metadata, or nil if there is no such entry.
+--- Returns the length of an array in the metadata, or nil if no entry has this key.
 ---@param key string
 ---@return integer?
 function File:meta_length(key)
@@ -222,8 +223,8 @@ function File:meta_length(key)
   return out and tonumber(out.n) or nil
 end
 
---- Returns a metadata value, and raises an error if it is not of the given kind. If there is no such entry, raises an
---- error if `needed` is true, and otherwise returns nil.
+--- Returns a metadata value. Raises an error if the value is not of the given kind. If no entry has this key, returns
+--- nil, or raises an error if `needed` is true.
 ---@param key string
 ---@param kind "number"|"whole"|"string"|"boolean"|"strings"|"numbers"
 ---@param needed? boolean
@@ -261,7 +262,7 @@ local function entry_of(self, name)
   return entry, home
 end
 
---- Renames a tensor and sets how it is read (see ps_gguf_layout in src/ps.h).
+--- Renames a tensor. Also sets the layout in which the tensor is read (see ps_gguf_layout in src/ps.h).
 ---@param raw string the tensor's name in the file
 ---@param name string? the new name; nil excludes the tensor from names()
 ---@param layout? {heads?: integer, transposed?: boolean}
@@ -298,8 +299,8 @@ function File:has(name)
   return self.home[name] ~= nil
 end
 
---- Makes later reads of a matrix of blocks return its blocks unchanged, as a uint8 tensor [rows, bytes of a row]. The
---- rows are in the order set by `present`. The dimensions are not swapped.
+--- Makes later reads of a quantized matrix return its blocks unchanged, as a uint8 tensor [rows, bytes per row]. The
+--- rows are in the order that `present` sets. The dimensions are not swapped, even if `present` asks for it.
 ---@param name string
 function File:keep_packed(name) home_of(self, name).packed = true end
 
@@ -322,8 +323,8 @@ end
 ---@return string
 function File:type(name) return ffi.string(C.ps_gguf_type_name((entry_of(self, name)).type)) end
 
---- Returns the dtype of a tensor's values after reading. It is fp32 if the tensor has blocks. If the type is not
---- supported, returns nil and the name of the type.
+--- Returns the dtype that a tensor's values have after they are read. The dtype is fp32 if the file stores the tensor
+--- in quantized blocks. If the type in the file is not supported, returns nil and the name of this type.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -349,17 +350,18 @@ function File:check(name) known_dtype(self, name) end
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
--- Fills a contiguous tensor of the entry's dtype. The entry must be stored as plain values of this dtype.
+-- Fills a contiguous tensor of the entry's dtype. The entry must not be quantized: the file must store plain values of
+-- this dtype.
 local function fill(self, entry, home, tensor)
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_gguf_lend, home.g, entry.at, entry.nbytes)
-    -- EUNSUP: the tensor is on another device or is a part of a tensor, so the bytes are read.
+    -- PS_EUNSUP: this tensor cannot use the mapped bytes (see ps_tensor_borrow), so the bytes are copied below.
     if rc ~= C.PS_EUNSUP then return check(rc) end
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_gguf_read, home.g, entry.at, entry.nbytes)
 end
 
---- Returns up to n bytes from the middle of a tensor, as they are in the file.
+--- Returns up to n bytes from the middle of a tensor's data in the file, without conversion.
 ---@param name string
 ---@param n integer
 ---@return string
@@ -384,7 +386,8 @@ function File:tensor(name, device)
   return tensor:keep()
 end
 
---- Reads the values of `name` into a tensor of the same shape. If the tensor has another dtype, converts the values.
+--- Reads the values of `name` into `tensor`, which must have the same shape. Converts the values to the dtype of
+--- `tensor`.
 ---@param name string
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
@@ -399,8 +402,8 @@ function File:read_into(name, tensor)
   self:read_part(name, tensor, rectangles.zeros(shape))
 end
 
---- Reads a rectangle of `name` into a tensor of the rectangle's shape. If the tensor has another dtype, converts the
---- values. Reads only the blocks that contain a part of the rectangle.
+--- Reads a rectangle of the tensor `name` into `tensor`, which must have the rectangle's shape. Converts the values to
+--- the dtype of `tensor`. Reads only the blocks that contain a part of the rectangle.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] position of the rectangle's first element in `name`
@@ -424,8 +427,8 @@ function File:read_part(name, tensor, offset)
   if entry.nbytes > 0 then C.ps_gguf_drop(home.g, home.i) end
 end
 
---- Closes the file. Tensors that were read from it remain valid. If tensors use bytes of the mapped file, the map
---- remains until they are freed.
+--- Closes the file. Tensors that were read from it remain valid. If tensors use bytes of the mapped file, the file
+--- remains mapped until these tensors are freed.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   for _, g in ipairs(self.parts) do C.ps_gguf_close(ffi.gc(g, nil)) end

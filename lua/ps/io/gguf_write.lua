@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes GGUF files (src/io/gguf_write.c). The metadata is passed as a list of entries. Then the tensors are passed by
--- name, one piece at a time.
+-- Writes GGUF files (src/io/gguf_write.c). The caller first passes the metadata as a list of entries. Then it appends
+-- the values of each tensor, one piece at a time.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local leftovers = require "ps.core.leftovers"
@@ -36,7 +36,7 @@ end
 ---@field [2] string the type, such as "uint32" or "string"; for an array, the type of its values
 ---@field [3] any the value; an array is a list
 
---- Returns the bytes that represent the entries in a file.
+--- Returns the entries as they are stored in a file.
 ---@param entries ps.gguf.Entry[]
 ---@return string
 function writing.entries(entries)
@@ -57,8 +57,8 @@ function writing.entries(entries)
   return table.concat(parts)
 end
 
---- Overwrites the value of an entry in a file. The file must have an entry with the same key, and its value must be a
---- number of the same type.
+--- Overwrites the value of a metadata entry in a file. The file must already have an entry with this key, and the old
+--- value must be a number of the same type.
 ---@param path string
 ---@param entry ps.gguf.Entry
 function writing.replace(path, entry)
@@ -83,7 +83,7 @@ end
 ---@class ps.gguf.Declared a tensor that will be written
 ---@field name string name in the file
 ---@field type string such as "F32" or "Q4_0"
----@field shape integer[] shape of the values in the order in which they are appended
+---@field shape integer[] shape of the values that are passed to append
 ---@field heads? integer see ps_gguf_layout in src/ps.h
 ---@field transposed? boolean
 
@@ -92,8 +92,8 @@ end
 local Writer = {}
 Writer.__index = Writer
 
---- Begins a file. If there is an older file with this name, it is replaced only by commit. The caller must close the
---- writer in any case.
+--- Begins a file. If a file with this name exists, only commit replaces it. The caller must close the writer in any
+--- case, also after commit.
 ---@param path string
 ---@param entries ps.gguf.Entry[]
 ---@param tensors ps.gguf.Declared[]
@@ -115,8 +115,8 @@ function writing.open(path, entries, tensors)
   error(problem, 0)
 end
 
---- Appends the next values of a tensor and converts them to the tensor's type. If a value cannot be written, the error
---- may be raised by a later call of append or by commit.
+--- Converts the next values of a tensor to the tensor's type and appends them to the file. If writing fails, the error
+--- may be raised only by a later call of append or by commit.
 ---@param name string
 ---@param dtype string dtype of the values
 ---@param data ffi.cdata*
@@ -125,10 +125,10 @@ function Writer:append(name, dtype, data, numel)
   check(C.ps_ggufw_append(self.w, name, native.dtype_code(dtype), data, numel))
 end
 
---- Completes the file after all tensors were appended. Flushes it to the disk and renames it to its final name.
+--- Completes the file after all tensors were appended: flushes the file to the disk and gives it its final name.
 function Writer:commit() check(C.ps_ggufw_commit(self.w)) end
 
---- Closes the writer. If commit was not called, this removes the file.
+--- Closes the writer. If commit was not called, close removes the unfinished file.
 function Writer:close()
   if self.w then C.ps_ggufw_free(ffi.gc(self.w, nil)) end
   self.w = nil

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tensors that are divided into pieces in several open files. The object has the same methods as one open file. A read
--- reads from each file only the part that it needs.
+-- Tensors whose pieces are in several open files. A ps.Pieced object has the same methods as one open file. Its read
+-- methods read from each file only the part that they need.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
@@ -8,10 +8,10 @@ local pieces = require "ps.io.pieces"
 local rectangles = require "ps.core.rectangles"
 local error = caller.error
 
----@class ps.PieceInFile: ps.Rectangle the piece's rectangle of the whole tensor
----@field from table the open file (ps.SafeTensors, ps.TorchFile)
+---@class ps.PieceInFile: ps.Rectangle the piece's position and shape in the whole tensor
+---@field from table the open file that contains the piece (a ps.SafeTensors or a ps.TorchFile)
 ---@field name name of the tensor in the file `from` that contains the piece
----@field at? integer[] position of the piece in that tensor (default: its first element)
+---@field at? integer[] position of the piece in the tensor `name` (default: the position of its first element)
 
 ---@class ps.PiecedTensor
 ---@field shape integer[] shape of the whole tensor
@@ -61,7 +61,7 @@ function Pieced:check(name)
   for _, piece in ipairs(entry_of(self, name).pieces) do piece.from:check(piece.name) end
 end
 
---- Compares the bytes of all pieces of a tensor with their checksums.
+--- Compares the bytes of each piece of a tensor with the piece's checksum.
 ---@param name string
 ---@return boolean has false if a piece has no checksum
 function Pieced:verify(name)
@@ -70,8 +70,8 @@ function Pieced:verify(name)
   return all
 end
 
---- Reads a rectangle of `name` into a tensor of the rectangle's shape. If the tensor has another dtype, converts the
---- values.
+--- Reads a rectangle of the tensor `name` into `tensor`, which must have the rectangle's shape. Converts the values to
+--- the dtype of `tensor`.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] position of the rectangle's first element in `name`
@@ -88,7 +88,8 @@ function Pieced:read_part(name, tensor, offset)
   end
 end
 
---- Reads the values of `name` into a tensor of the same shape. If the tensor has another dtype, converts the values.
+--- Reads the values of `name` into `tensor`, which must have the same shape. Converts the values to the dtype of
+--- `tensor`.
 ---@param name string
 ---@param tensor ps.Tensor
 function Pieced:read_into(name, tensor)

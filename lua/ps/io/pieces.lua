@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Copies the bytes of tensors to and from files in pieces. Bytes that are not in plain host memory are copied through a
--- buffer of limited size. This module also checks the shapes of the tensors into which a file is read.
+-- Copies the bytes of tensors to and from files, one piece at a time. If a tensor is not in plain host memory, its
+-- bytes are copied through a buffer of limited size. This module also checks the shapes of the tensors into which files
+-- are read.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -12,7 +13,7 @@ local C = native.C
 
 local pieces = {}
 
-local PIECE = 2 ^ 21                                       -- size of a piece in bytes
+local PIECE = 2 ^ 21                                       -- largest size of a piece in bytes
 local byte_array = array "uint8_t"
 local address = ffi.new "void *[1]"
 
@@ -20,7 +21,7 @@ local address = ffi.new "void *[1]"
 ---@param path string
 ---@param name string name of the file's tensor
 ---@param shape integer[] shape of the file's tensor
----@param given integer[] shape of the tensor into which it is read
+---@param given integer[] shape of the tensor into which `name` is read
 function pieces.check_whole(path, name, shape, given)
   if rectangles.same(shape, given) then return end
   error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(path, name,
@@ -39,7 +40,7 @@ function pieces.check_part(path, name, shape, part, offset)
     rectangles.text(shape), rectangles.text(part), rectangles.text(offset)))
 end
 
---- Returns a buffer for copying tensors of up to `nbytes` bytes.
+--- Returns a buffer for the pieces of tensors of up to `nbytes` bytes. The buffer is not larger than one piece.
 ---@param nbytes integer
 ---@return ffi.cdata*
 function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PIECE))) end
@@ -49,8 +50,8 @@ function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PI
 ---@return integer
 function pieces.elements(dtype) return PIECE / tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
--- Divides a contiguous tensor into runs of elements that fit into a piece. Calls fn(part, first, n) for each run. The
--- run begins at element `first` and has n elements. `part` is the run as a tensor.
+-- Divides a contiguous tensor into runs of consecutive elements, so that each run fits into a piece. Calls
+-- fn(part, first, n) for each run. The run begins at element `first` and has n elements. `part` is a view of the run.
 local function each(tensor, fn)
   local flat = tensor:detach():reshape(-1)
   local numel, step = flat:numel(), PIECE / tonumber(C.ps_dtype_size(flat.dtype_))
@@ -61,8 +62,8 @@ local function each(tensor, fn)
 end
 
 --- Passes the bytes of a tensor to `put`, in row-major order. Calls put(bytes, nbytes) for one piece after the other.
---- `put` must not keep or change the bytes. If the tensor is in plain host memory, they are the tensor's own bytes.
---- Otherwise they are a copy in `buffer`.
+--- `put` must not change the bytes or keep the pointer. If the tensor is in plain host memory, `bytes` points into the
+--- tensor. Otherwise `bytes` is `buffer`, which contains a copy of the piece.
 ---@param tensor ps.Tensor
 ---@param buffer ffi.cdata* see pieces.buffer
 ---@param put fun(bytes: ffi.cdata*, nbytes: integer)
@@ -71,7 +72,7 @@ function pieces.read(tensor, buffer, put)
     local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
     for at = 0, nbytes - 1, PIECE do
       put(ffi.cast("uint8_t *", address[0]) + at, math.min(PIECE, nbytes - at))
-      native.check(C.ps_tensor_address(tensor, address))   -- also raises an error if the lender's file was changed
+      native.check(C.ps_tensor_address(tensor, address))   -- raises an error if another program changed a mapped file
     end
     return
   end
@@ -84,8 +85,8 @@ function pieces.read(tensor, buffer, put)
   end)
 end
 
---- Fills a contiguous tensor. Calls get(buffer, first, n), which copies n elements to the buffer, starting at element
---- `first`.
+--- Fills a contiguous tensor, one piece at a time. Calls get(buffer, first, n) for each piece. `get` must copy n
+--- elements to the buffer, starting at element `first`.
 ---@param tensor ps.Tensor
 ---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)
 function pieces.write(tensor, get)
@@ -98,9 +99,10 @@ function pieces.write(tensor, get)
   end)
 end
 
---- Fills any tensor with values of a dtype. Calls get(buffer, first, n), which copies n elements of this dtype to the
---- buffer, starting at element `first` in row-major order. This needs memory for one additional piece. If the tensor is
---- not contiguous or has another dtype, it needs memory for two.
+--- Fills any tensor with values of the type `dtype`, one piece at a time. Calls get(buffer, first, n) for each piece.
+--- `get` must copy n elements of this dtype to the buffer, starting at element `first` in row-major order. This
+--- function needs additional memory for one piece. It needs memory for two pieces if the tensor is not contiguous or if
+--- its dtype is not `dtype`.
 ---@param tensor ps.Tensor
 ---@param dtype string
 ---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads and writes safetensors files. Whole tensors and whole rows are read directly into memory. Other parts are read
--- through the memory map. With mmap = true, tensors use the bytes of the map itself, and a byte is read from the disk
--- only when it is used. A file is written completely or not at all, by means of a temporary file, fsync and rename.
--- Some files have checksums, such as those of checkpoints. The checksums are compared when the file is opened and when
--- tensors are read.
+-- Reads and writes safetensors files. Whole tensors and whole rows are read directly into memory. Other parts of
+-- tensors are read through the memory map. With mmap = true, tensors use the bytes of the map itself, and a byte is
+-- read from the disk only when a tensor uses it. A file is written completely or not at all, by means of a temporary
+-- file, fsync and rename. Some files contain checksums, such as the files of checkpoints. The checksums are compared
+-- when the file is opened and when tensors are read.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -26,9 +26,10 @@ for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
 ---@class ps.SafeTensors an open file
 ---@field path string
 ---@field metadata table<string, string>
----@field private compares boolean true if tensors are compared with their checksums
+---@field private compares boolean true if the bytes of tensors are compared with the tensors' checksums
 ---@field private mmap boolean true if tensors use the bytes of the mapped file where possible
----@field private compared table<integer, boolean> by tensor index: false if a compared tensor has no checksum
+---@field private compared table<integer, boolean> by index of the tensors that `verify` was called for: true if the
+---  checksum matched, false if the tensor has no checksum
 local File = {}
 File.__index = File
 
@@ -37,7 +38,7 @@ local OPEN, SAVE = { verify = "boolean", mmap = "boolean" }, { checksums = "bool
 --- Opens a file and checks its whole header.
 ---@param path string
 ---@param options? {verify?: boolean, mmap?: boolean} verify = false: the checksums of tensors are not compared.
----  mmap = true: see ps.load
+---  mmap has the same meaning as in ps.load
 ---@return ps.SafeTensors
 function safetensors.open(path, options)
   options = caller.options(options, "ps.safetensors.open", OPEN)
@@ -66,8 +67,8 @@ local function entry_of(self, name)
   return entry, i
 end
 
---- Returns descriptions of those tensors that are shards of tensor parallelism, by the names of the tensors. ps.save
---- writes these descriptions.
+--- Returns the descriptions of all tensors that are shards of tensor parallelism, by tensor name. ps.save writes these
+--- descriptions to the file.
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   opened(self)
@@ -121,8 +122,8 @@ end
 ---@param name string
 function File:check(name) known_dtype(self, name) end
 
---- Compares a tensor's bytes with the tensor's checksum. Does so only at the first call for a tensor. If the tensor is
---- damaged, raises an error that contains the names of the tensor and the file.
+--- Compares a tensor's bytes with the tensor's checksum. Later calls for the same tensor do not compare again. If the
+--- tensor is damaged, raises an error that contains the names of the tensor and the file.
 ---@param name string
 ---@return boolean has false if the file has no checksums
 function File:verify(name)
@@ -131,7 +132,7 @@ function File:verify(name)
   return self.compared[i]
 end
 
---- Returns the checksum that the file has for a tensor, as 16 hexadecimal digits. Returns nil if it has none.
+--- Returns a tensor's checksum in the file, as 16 hexadecimal digits. Returns nil if the file has no checksums.
 ---@param name string
 ---@return string?
 function File:checksum(name)
@@ -145,26 +146,27 @@ end
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
--- Fills a contiguous tensor of the file's type with all values of `name`. The disk may return other bytes when it is
--- read again. Therefore ps_st_read compares the bytes that it reads with those whose checksum `verify` compared.
+-- Fills a contiguous tensor with all values of `name`. The dtype must be the same as in the file. The bytes are read
+-- from the disk again after `verify`, and the disk may return other bytes. Therefore ps_st_read checks that its bytes
+-- are the bytes that `verify` read.
 local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, entry.at, entry.nbytes)
-    -- EUNSUP: the tensor is on another device or is a part of a tensor, so the bytes are read.
+    -- PS_EUNSUP: this tensor cannot use the mapped bytes (see ps_tensor_borrow), so the bytes are copied below.
     if rc ~= C.PS_EUNSUP then return check(rc) end
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
 end
 
--- Integer types that tensors do not support. For each: its C type, and the next larger type that tensors support. The
--- larger type can represent all its values.
+-- The integer types of files that tensors do not support. For each type: its name in C, and the next larger type that
+-- tensors support. The larger type can represent all values of the smaller type.
 local WIDER = { I8 = { "int8_t", "int32" }, I16 = { "int16_t", "int32" }, U16 = { "uint16_t", "int32" },
   U32 = { "uint32_t", "int64" } }
 local wide_array = { int32 = array "int32_t", int64 = array "int64_t" }
 
--- Returns a new tensor with all values of `name`. They are converted from an integer type that tensors do not support
--- to a larger type.
+-- Returns a new tensor with all values of `name`. The type in the file is an integer type that tensors do not support.
+-- The values are converted to the larger type `wider[2]`.
 local function widened(self, name, wider, device)
   local st = opened(self)
   local _, i = entry_of(self, name)
@@ -186,14 +188,15 @@ local function new_tensor(self, name, device)
   return tensor
 end
 
---- Returns a new tensor with the values of `name`. The tensor is not freed at the end of a scope. Integers of a type
---- that tensors do not support are converted to the next larger type: I8, I16 and U16 to int32, and U32 to int64.
+--- Returns a new tensor with the values of `name`. The tensor is not freed at the end of a scope. Values of an integer
+--- type that tensors do not support are converted: I8, I16 and U16 become int32, and U32 becomes int64.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor
 function File:tensor(name, device) return new_tensor(self, name, device):keep() end
 
---- Reads the values of `name` into a tensor of the same shape. If the tensor has another dtype, converts the values.
+--- Reads the values of `name` into `tensor`, which must have the same shape. Converts the values to the dtype of
+--- `tensor`.
 ---@param name string
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
@@ -208,26 +211,28 @@ function File:read_into(name, tensor)
   end
 end
 
--- Reads whole rows, starting at row `first`, into a contiguous tensor of the file's type. If the file was opened with
--- mmap = true, the tensor uses the file's bytes where possible.
+-- Reads whole rows, starting at row `first`, into a contiguous tensor. The dtype must be the same as in the file. If
+-- the file was opened with mmap = true, the tensor uses the mapped bytes where possible.
 local function take_rows(self, entry, tensor, first)
   local at = entry.at + first * entry.nbytes / math.max(1, tonumber(entry.shape[0]))
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, at, tensor:nbytes())
-    -- EUNSUP: the tensor is on another device or is a part of a tensor, so the bytes are read.
+    -- PS_EUNSUP: this tensor cannot use the mapped bytes (see ps_tensor_borrow), so the bytes are copied below.
     if rc ~= C.PS_EUNSUP then return check(rc) end
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, at, tensor:nbytes())
 end
 
----@class ps.BlockPart tensor whose bytes are a part of each block of another tensor
+---@class ps.BlockPart tensor in a file; each block of another tensor contains some of its bytes
 ---@field file ps.SafeTensors
 ---@field name string
----@field width integer number of its bytes in each block
+---@field width integer number of bytes of this tensor in each block
 
---- Makes a uint8 tensor of blocks use the bytes of two tensors in mapped files. The bytes of the two tensors alternate
---- in the blocks. Returns false and changes nothing if the bytes must be read instead. This is so if a file was opened
---- without mmap = true, or if the tensor is on another device, in a chunk, or a part of another tensor.
+--- Makes a uint8 tensor that consists of blocks use the bytes of two tensors in mapped files. Each block contains the
+--- next first.width bytes of the first tensor and then the next second.width bytes of the second tensor. Returns false
+--- and changes nothing if the tensor cannot use mapped bytes. In this case the caller must read the bytes. Reasons are
+--- that a file was opened without mmap = true, or that the tensor is not in host memory, in a chunk, or a part of
+--- another tensor.
 ---@param tensor ps.Tensor
 ---@param first ps.BlockPart
 ---@param second ps.BlockPart
@@ -245,15 +250,16 @@ function safetensors.borrow_blocks(tensor, first, second)
   return rc ~= C.PS_EUNSUP
 end
 
--- Returns whether a rectangle consists of whole rows. In this case its bytes are one range of the file.
+-- Returns whether a rectangle consists of whole rows. The bytes of such a rectangle are one contiguous range of the
+-- file. `full` is the tensor's shape, and `shape` is the rectangle's shape.
 local function whole_rows(full, shape)
   for d = 2, #full do if full[d] ~= shape[d] then return false end end
   return #full > 0
 end
 
---- Reads a rectangle of `name` into a tensor of the rectangle's shape. If the tensor has another dtype, converts the
---- values. Reads only the rectangle. But if the file has checksums, the first call reads all of `name` to compare its
---- checksum.
+--- Reads a rectangle of the tensor `name` into `tensor`, which must have the rectangle's shape. Converts the values to
+--- the dtype of `tensor`. Reads only the rectangle. However, if the file has checksums, the first call reads all of
+--- `name` to compare its checksum.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] position of the rectangle's first element in `name`
@@ -278,8 +284,8 @@ function File:read_part(name, tensor, offset)
   if entry.nbytes > 0 then C.ps_st_drop(self.st, i) end
 end
 
---- Closes the file. Tensors that were read from it remain valid. If tensors use bytes of the mapped file, the map
---- remains until they are freed.
+--- Closes the file. Tensors that were read from it remain valid. If tensors use bytes of the mapped file, the file
+--- remains mapped until these tensors are freed.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   if self.st then
@@ -293,12 +299,12 @@ end
 ---@field dtype string
 ---@field shape integer[]
 
----@class ps.LaterTensor a tensor that is made only when it is written; only one such tensor is in memory at a time
+---@class ps.LaterTensor a tensor that `make` creates just before it is written; only one of them exists at a time
 ---@field shape integer[]
 ---@field dtype string
 ---@field make fun(): ps.Tensor
 
--- Declares all entries and begins the file.
+-- Declares the metadata and all entries. Then begins the file, which reserves its disk space.
 local function declare(writer, entries, metadata, checksums)
   local keys = {}
   for key, value in pairs(metadata or {}) do
@@ -330,9 +336,10 @@ local function entries_of(tensors)
   return entries
 end
 
--- Makes a tensor that has several names occur only once. The entry with the first name in order remains. For each other
--- name, the metadata gets the first name as its value, as in the package safetensors. Returns the remaining entries and
--- the metadata, which is a new table if such tensors exist.
+-- Removes duplicate entries, so that a tensor with several names is written once. Of the entries for the same tensor,
+-- only the first one remains. For each removed entry, metadata[name of the entry] becomes the name of the remaining
+-- entry, as in Hugging Face's package safetensors. Returns the remaining entries and the metadata. The metadata is a
+-- new table if an entry was removed.
 local function once(entries, metadata)
   local list, first, all = {}, {}, nil
   for _, entry in ipairs(entries) do
@@ -373,8 +380,8 @@ end
 local Writer = {}
 Writer.__index = Writer
 
---- Begins a file with these entries. If there is an older file with this name, it is replaced only by commit. The
---- caller must close the writer in any case.
+--- Begins a file with these entries. If a file with this name exists, only commit replaces it. The caller must close
+--- the writer in any case, also after commit.
 ---@param path string
 ---@param entries ps.SafeTensorsEntry[]
 ---@param metadata? table<string, string>
@@ -391,18 +398,18 @@ end
 ---@param nbytes integer
 function Writer:append(name, data, nbytes) check(C.ps_stw_append(self.w, name, data, nbytes)) end
 
---- Completes the file after all tensors were appended. Flushes it to the disk and renames it to its final name.
+--- Completes the file after all tensors were appended: flushes the file to the disk and gives it its final name.
 function Writer:commit() check(C.ps_stw_commit(self.w)) end
 
---- Closes the writer. If commit was not called, this removes the file.
+--- Closes the writer. If commit was not called, close removes the unfinished file.
 function Writer:close()
   if self.w then C.ps_stw_free(ffi.gc(self.w, nil)) end
   self.w = nil
 end
 
---- Writes tensors to a file. They are sorted by name and written one piece at a time. An older file is replaced only
---- when the new file is complete on the disk. If a tensor has several names, such as a tied weight, it is written once,
---- under the first name in order.
+--- Writes tensors to a file, sorted by name, one piece at a time. If a file with this name exists, it is replaced only
+--- when the new file is complete on the disk. If a tensor has several names (a tied weight), it is written once, under
+--- the name that comes first in the order.
 ---@param path string
 ---@param tensors table<string, ps.Tensor|ps.LaterTensor>
 ---@param metadata? table<string, string>
@@ -432,7 +439,7 @@ function safetensors.save(path, tensors, metadata, options)
   if not ok then error(problem, 0) end
 end
 
--- Copies the bytes of an entry's tensor to host memory, starting at `to`.
+-- Copies the bytes of an entry's tensor to host memory at the address `to`.
 local function copy_out(entry, to)
   scope.scope(function()
     local tensor = entry.tensor or entry.make()
@@ -441,14 +448,14 @@ local function copy_out(entry, to)
   end)
 end
 
---- Copies tensors to memory, arranged as the data of a file. ps_saver_start can then write them. The file's disk space
---- is reserved when this function returns.
+--- Prepares a file that ps_saver_start can write. Copies all tensors to one block of memory, in which each tensor has
+--- the same position as in the file's data. Also reserves the disk space of the file.
 ---@param path string
 ---@param tensors table<string, ps.Tensor|ps.LaterTensor>
 ---@param metadata table<string, string>
 ---@param room fun(nbytes: integer): ffi.cdata* returns memory of nbytes bytes
 ---@return ffi.cdata* writer a ps_stw, owned by the caller
----@return ffi.cdata* data
+---@return ffi.cdata* data the memory that `room` returned
 function safetensors.copy(path, tensors, metadata, room)
   caller.callable(room, "ps.safetensors.copy, after the metadata,")
   local data

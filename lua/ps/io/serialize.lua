@@ -6,12 +6,19 @@
 --   local state = ps.load "run.pt"                        -- tables and tensors on "cpu"
 --   model:load_state_dict(ps.load("run.pt", { lazy = true }):at "model")       -- one tensor at a time
 --
--- Values are converted as follows. A table with the keys 1 .. n is a list. Any other table is a dict, whose keys are
--- strings or integers. An empty table is a dict unless it was made by serialize.list {}. A whole number is an int, and
--- any other number is a float. An int of 2^53 or more in magnitude is read as int64_t. Tuples and sets are read as
--- lists. A dict's key whose value is None is absent. None in a list is serialize.none. A tensor or a table that occurs
--- twice is stored once and read as one object. Other views of the same storage become separate tensors. If a view
--- repeats its elements (expand), it needs little space in the file and in memory, too. requires_grad is not saved.
+-- Values are converted as follows:
+--
+--   tables         A table with the keys 1 .. n becomes a list. Any other table becomes a dict, whose keys are strings
+--                  or integers. An empty table becomes a dict unless it was made by serialize.list {}.
+--   numbers        A whole number becomes an int. Any other number becomes a float. When a file is read, an int of 2^53
+--                  or more in magnitude becomes an int64_t.
+--   tuples, sets   They are read as lists.
+--   None           In a list, None is read as serialize.none. A dict's key is omitted if its value is None.
+--   same object    A tensor or a table that occurs twice is stored once and read as one object. Different views of one
+--                  storage become separate tensors.
+--   expand A tensor that repeats its elements (expand) is stored without the repetitions and read as an expanded
+--                  tensor.
+--   requires_grad  It is not saved.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local encode = require "ps.core.encode"
@@ -51,9 +58,9 @@ local function check_flat(path, value)
   end
 end
 
---- Writes a value to a file. An older file is replaced only when the new file is complete on the disk. Tensors are
---- written one at a time.
----@param value any for .safetensors a table<string, ps.Tensor>
+--- Writes a value to a file. If a file with this name exists, it is replaced only when the new file is complete on the
+--- disk. Tensors are written one at a time.
+---@param value any for a .safetensors file: a table<string, ps.Tensor>
 ---@param path string *.pt, *.pth, *.bin, *.ckpt or *.safetensors
 function serialize.save(value, path)
   if type(path) ~= "string" then error("ps.save(value, path): the path must be a string, not a " .. type(path)) end
@@ -72,11 +79,13 @@ function serialize.save(value, path)
   end
 end
 
---- Returns the format of a file, which it determines from the file's first bytes: "safetensors" or "pt". "pt" means an
---- archive of PyTorch, or a pickle. If the file is a pickle, the reader raises an error. Returns nil for any other
---- file, and if there is no file. A safetensors file begins with the length of its header in 8 bytes. Byte 9 is the
---- header's "{". Bytes 5 to 8 are 0, because the length is below 2^32. They are checked first because the length may
---- begin like an archive or a pickle.
+--- Determines the format of a file from its first bytes. Returns "safetensors" or "pt", or nil if the file has another
+--- format or does not exist. "pt" means an archive of PyTorch or a plain pickle. The reader of .pt files raises an
+--- error for a plain pickle.
+---
+--- A safetensors file begins with the length of its header in 8 bytes. Bytes 5 to 8 are 0, because the length is below
+--- 2^32. Byte 9 is the header's "{". These bytes are checked first, because the bytes of the length may be equal to the
+--- first bytes of an archive or a pickle.
 ---@param path string
 ---@return "pt"|"safetensors"|nil
 function serialize.format(path)
@@ -90,13 +99,16 @@ end
 
 local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string", mmap = "boolean" }
 
---- Reads a file. A .pt file is returned as its value, and a safetensors file as a table of tensors by name. With
---- lazy = true, no tensor is read. The open file is returned, a ps.TorchFile or a ps.SafeTensors.
---- Module:load_state_dict reads such a file one tensor at a time. With mmap = true, tensors on the cpu use the bytes of
---- the mapped safetensors file. The file's pages are loaded when they are used. The system may evict them, several
---- processes share them, and they do not count towards any budget. Writes to such a tensor stay in memory and do not
---- change the file. If another program writes to the file, using the tensors raises an error. If the file is replaced
---- by another file, the tensors are not affected.
+--- Reads a file. For a .pt file, returns its value. For a safetensors file, returns a table of tensors by name.
+---
+--- With lazy = true, returns the open file (a ps.TorchFile or a ps.SafeTensors) and reads no tensor.
+--- Module:load_state_dict reads an open file one tensor at a time.
+---
+--- With mmap = true, tensors on the cpu use the bytes of the mapped safetensors file. The system loads a page of the
+--- file when a tensor uses it, and may evict the page later. Several processes share the pages, and the pages do not
+--- count towards any budget. Writes to such a tensor stay in memory and do not change the file. If another program
+--- writes to the file, using the tensors raises an error. If the file is replaced by another file, the tensors are not
+--- affected.
 ---@param path string
 ---@param options? {lazy?: boolean, device?: string, verify?: boolean, mmap?: boolean} device: device of the tensors
 ---  (default "cpu"). verify = false: checksums are not compared.

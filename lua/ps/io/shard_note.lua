@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A note in the files of ps.save. It says which tensors of the file are shards of tensor parallelism (ps.tensor.shard).
--- The tensors are identified by their paths in the saved value, such as "wte.weight", "model.wte.weight" or "list[1]".
+-- The shard note: a JSON text in files of ps.save. It describes the tensors of the file that are shards of tensor
+-- parallelism (ps.tensor.shard). Each tensor is identified by its path in the saved value, such as "wte.weight",
+-- "model.wte.weight" or "list[1]".
 local json = require("cjson").new()
 local scope = require "ps.core.scope"
 local shard = require "ps.tensor.shard"
 
 local shard_note = {}
 
---- Returns the descriptions in a note by path, without checking them. Returns an empty table if the note is damaged or
---- of another kind.
+--- Returns the descriptions in a note by tensor path, without checking the descriptions. Returns an empty table if the
+--- text is not a shard note.
 ---@param text? string
 ---@return table<string, any>
 function shard_note.entries(text)
@@ -16,7 +17,7 @@ function shard_note.entries(text)
   return ok and type(note) == "table" and type(note.shards) == "table" and note.shards or {}
 end
 
---- Returns the shards that a note describes, by path. Descriptions that are not valid are omitted.
+--- Returns the valid shard descriptions in a note, by tensor path.
 ---@param text? string
 ---@return table<string, ps.nn.Shard>
 function shard_note.read(text)
@@ -28,9 +29,9 @@ function shard_note.read(text)
   return found
 end
 
---- Sets the shard description of each tensor in a value.
+--- Sets the shard description of each tensor in `value` whose path is in `shards`.
 ---@param value any
----@param shards table<string, ps.nn.Shard> the descriptions by path
+---@param shards table<string, ps.nn.Shard> the descriptions by tensor path
 ---@param place? string path of `value` (default: the whole value)
 function shard_note.mark(value, shards, place)
   if next(shards) == nil then return end

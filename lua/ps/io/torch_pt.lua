@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads PyTorch's .pt files. torch_pt_write.lua writes them. An open file reads its values and tensors one at a time.
--- Nothing in a file is ever executed.
+-- Reads PyTorch's .pt files. torch_pt_write.lua writes such files. Values and tensors can be read one at a time. The
+-- pickle in a file is only parsed; nothing in it is executed.
 --
--- Memory: an open file needs a few hundred bytes per tensor. A tensor's bytes are copied from the memory map directly
--- to the new tensor. If the tensor in the file is strided, they are copied through a small buffer. If a tensor repeats
--- its elements by strides of 0, the new tensor is expanded, as in PyTorch. It therefore needs only as much memory as
--- its bytes in the file.
+-- Memory: an open file needs a few hundred bytes per tensor. A tensor's bytes are copied directly from the memory map
+-- to the new tensor, or through a small buffer if the tensor in the file is strided. If a tensor in the file repeats
+-- its elements by strides of 0, the new tensor is expanded, as in PyTorch. The new tensor then needs only as much
+-- memory as its elements without the repetitions.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -20,14 +20,15 @@ local torch_pt = {}
 
 local EXACT_BELOW = 2 ^ 53                                 -- a double represents whole numbers below this limit exactly
 
---- Represents None in lists, and is written as None. If a dict has a key whose value is None, the key is absent.
+--- Represents None in lists, and is written as None. In dicts, None is not represented: when a file is read, keys whose
+--- value is None are omitted.
 torch_pt.none = setmetatable({}, { __tostring = function() return "none" end })
 
--- The kinds of tables that were read from a file or marked: { kind = "list" or "dict", keys = the keys in order }.
+-- For each table that was read from a file or passed to mark(): { kind = "list" or "dict", keys = the keys in order }.
 local marks = setmetatable({}, { __mode = "k" })
 
---- Marks a table as a list or a dict. This is needed if the keys do not determine the kind. There are two such cases:
---- an empty table, which is a dict unless marked, and a dict with the keys 1 .. n.
+--- Marks a table as a list or a dict. This is needed in two cases: for an empty list, because an empty table without a
+--- mark is saved as a dict, and for a dict with the keys 1 .. n.
 ---@param kind "list"|"dict"
 ---@param value table
 ---@param keys? any[] the keys of a dict in order
@@ -37,12 +38,13 @@ function torch_pt.mark(kind, value, keys)
   return value
 end
 
---- Returns "list" or "dict" if the table was read from a file or marked. Otherwise returns nil.
+--- Returns "list" or "dict" if the table was read from a file or marked (see mark). Otherwise returns nil.
 ---@param value table
 ---@return string?
 function torch_pt.kind(value) return marks[value] and marks[value].kind end
 
---- Returns the keys of a table that was read from a file, in the order of the file. Returns nil for other tables.
+--- Returns the keys of a table that was read from a file, in the order of the file. Returns nil if the table was not
+--- read from a file.
 ---@param value table
 ---@return any[]?
 function torch_pt.keys(value) return marks[value] and marks[value].keys end
@@ -56,7 +58,7 @@ File.__index = File
 
 local value_out, tensor_out = ffi.new("ps_pt_value"), ffi.new("ps_pt_tensor")
 local note_out = ffi.new("const char *[1]")
-local KIND = {}                                            -- the values of PS_PT_* by name
+local KIND = {}                                            -- KIND.LIST is C.PS_PT_LIST, and so on
 for _, name in ipairs { "NONE", "BOOL", "INT", "FLOAT", "STRING", "BYTES", "NAME", "LIST", "TUPLE", "SET", "DICT",
                         "TENSOR" } do
   KIND[name] = C["PS_PT_" .. name]
@@ -74,8 +76,8 @@ local function whole(n)
   return n + 0LL                                           -- int64_t represents it exactly
 end
 
--- Returns a value that has no items as a Lua value, and its kind. For other values, returns nil, the kind, and the
--- number of items.
+-- Reads value number `id` of a file. Returns a number, boolean or string as a Lua value, followed by its kind. For
+-- other values, returns nil, the kind, and the number of items.
 local function plain(pt, id)
   check(C.ps_pt_get(pt, id, value_out))
   local v = value_out
@@ -97,8 +99,8 @@ local function key_of(self, pt, id)
   return key
 end
 
--- Returns the list of a dict's keys and a table from key to value. If the file has a key twice, the list contains it
--- once, and the last value is used.
+-- Returns a list of a dict's keys, and a table that maps each key to the id of its value. If the file contains a key
+-- twice, the list contains the key once, and the table contains the last value.
 local function dict_items(self, pt, id, count)
   local keys, values = {}, {}
   for i = 0, count - 2, 2 do
@@ -134,8 +136,8 @@ local function is_dense(t)
   return true
 end
 
--- Fills a contiguous tensor of the file's type. Its shape must be the shape in `t`. If the elements in the file are
--- dense, they are copied directly from the map.
+-- Fills a contiguous tensor. Its dtype must be the dtype in the file, and its shape must be the shape in `t`. If the
+-- elements in the file are dense, they are copied directly from the memory map.
 local function fill(self, pt, id, t, tensor)
   if self.file.verify then check(C.ps_pt_verify(pt, id)) end
   local nbytes = C.ps_tensor_nbytes(tensor)
@@ -149,9 +151,10 @@ local function fill(self, pt, id, t, tensor)
   C.ps_pt_drop(pt, id)
 end
 
--- Limits the total size of tensors whose elements overlap. In PyTorch such a tensor is a view. If its strides are 0, it
--- becomes a view here, too (expand). Otherwise it becomes a tensor with a copy of each element. A file of a few bytes
--- could therefore declare tensors of any size.
+-- Largest total size in bytes of the tensors that are made from views whose elements overlap in the file. If an element
+-- repeats because of a stride of 0, the new tensor is expanded and needs no space for the repetitions. Other
+-- overlapping views are copied element by element. Without a limit, a file of a few bytes could therefore declare
+-- tensors of any size.
 local MOST_SHARED = 2 ^ 28
 
 local function check_shared(self, t, nbytes, label, made)
@@ -166,11 +169,11 @@ local function check_shared(self, t, nbytes, label, made)
   end
 end
 
--- Reads a tensor. `made` contains the tensors that were already made in this call of `build`, and the total size of
--- those whose elements overlap.
+-- Reads a tensor. `made` is the table of the current build() call. It contains the tensors that were already made, and
+-- in made.shared the total size of the tensors whose elements overlap.
 local function new_tensor(self, pt, id, label, made)
   local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, label))
-  local shape, once, repeats = {}, {}, false               -- `once`: the sizes without repetitions
+  local shape, once, repeats = {}, {}, false               -- `once`: the shape, with 1 for each repeated dimension
   local nbytes = tonumber(C.ps_dtype_size(t.dtype))
   for d = 0, t.ndim - 1 do
     shape[d + 1] = tonumber(t.shape[d])
@@ -184,8 +187,8 @@ local function new_tensor(self, pt, id, label, made)
   return repeats and scope.no_grad(tensor.expand, tensor, shape) or tensor
 end
 
--- Returns a key that identifies a tensor of the file. Two entries with the same key become one tensor, so that tied
--- weights stay tied.
+-- Returns a text that identifies a tensor of the file. Two entries with the same text are read as one tensor, so that
+-- tied weights stay tied.
 local function identity(pt, id)
   check(C.ps_pt_tensor_get(pt, id, tensor_out))
   local t = tensor_out
@@ -228,7 +231,7 @@ end
 
 local OPEN = { verify = "boolean" }
 
---- Opens a file and checks it, except for the bytes of tensors. These are checked when they are read.
+--- Opens a file and checks its structure. The checksums of tensors are compared later, when the tensors are read.
 ---@param path string
 ---@param options? { verify: boolean? } verify = false: checksums are not compared
 ---@return ps.TorchFile
@@ -263,8 +266,8 @@ end
 ---@return any
 function File:value(device) return build(self, opened(self), self.id, self.place, { device = device }) end
 
---- Returns descriptions of those tensors that are shards of tensor parallelism, by their paths in this dict. ps.save
---- writes these descriptions.
+--- Returns the descriptions of all tensors in this dict that are shards of tensor parallelism, by the tensors' paths in
+--- the dict. ps.save writes these descriptions to the file.
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   local nbytes = check(C.ps_pt_note(opened(self), note_out))
@@ -290,7 +293,7 @@ end
 
 --- Returns the value of a key with all its items, or nil if there is no such key.
 ---@param key any
----@param device? string device of the tensors in it (default "cpu")
+---@param device? string device of the tensors in the value (default "cpu")
 ---@return any
 function File:get(key, device)
   local _, items = items_of(self)
@@ -299,8 +302,8 @@ function File:get(key, device)
   return build(self, self.file.pt, items[key], place, { device = device })
 end
 
---- Returns a dict in this dict as a file object. For example, file:at("a", "b") is the dict "b" in the dict "a". If one
---- of these objects is closed, all are closed.
+--- Returns a nested dict as a file object. For example, file:at("a", "b") is the dict "b" in the dict "a". Closing any
+--- of these objects closes the file for all of them.
 ---@param key any
 ---@param ... any
 ---@return ps.TorchFile
@@ -384,7 +387,8 @@ function File:tensor(name, device)
   return new_tensor(self, pt, id, name, { device = device }):keep()
 end
 
---- Reads the values of `name` into a tensor of the same shape. If the tensor has another dtype, converts the values.
+--- Reads the values of `name` into `tensor`, which must have the same shape. Converts the values to the dtype of
+--- `tensor`.
 ---@param name string
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
@@ -406,8 +410,9 @@ function File:read_into(name, tensor)
   end
 end
 
---- Reads a rectangle of `name` into a tensor of the rectangle's shape. If the tensor has another dtype, converts the
---- values. Reads only the rectangle. But the first call reads all of `name` to compare its checksum.
+--- Reads a rectangle of the tensor `name` into `tensor`, which must have the rectangle's shape. Converts the values to
+--- the dtype of `tensor`. Reads only the rectangle. However, the first call reads all of `name` to compare its
+--- checksum.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] position of the rectangle's first element in `name`

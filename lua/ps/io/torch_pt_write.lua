@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes PyTorch's .pt files. First the whole value is declared, which determines the size of the file. Then the bytes
 -- of the tensors are written. This needs memory for a small buffer and a few hundred bytes per tensor. If a table
--- occurs twice in the value, it is stored once. The elements of an expanded tensor are stored once, too, as in PyTorch.
--- A text in the archive says which parameters are shards (ps.tensor.shard). This way a reader does not use the shard of
--- one rank as that of another rank.
+-- occurs twice in the value, it is stored once. The repeated elements of an expanded tensor are also stored once, as in
+-- PyTorch. A text in the archive says which parameters are shards (ps.tensor.shard), so that one rank does not load the
+-- shard of another rank.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local ffi = require "ffi"
@@ -22,7 +22,7 @@ local function refuse(label, what)
   error(("cannot save %s: %s"):format(label == "" and "this value" or "'" .. label .. "'", what), 0)
 end
 
--- Writes a container, or a value without items. Returns the container's number in the file.
+-- Writes a value without items, or begins a list or a dict. For a list or a dict, returns its number in the file.
 local function put(writer, kind, fields)
   fields = fields or {}
   fields.kind = kind
@@ -43,14 +43,14 @@ end
 
 local int64_t, uint64_t = ffi.typeof("int64_t"), ffi.typeof("uint64_t")
 
--- Writes a tensor. If it occurs several times, its bytes are declared only once.
+-- Declares a tensor. If the same tensor occurs several times in the value, its bytes are declared only once.
 local function put_tensor(state, t, label)
   if not t:alive() then refuse(label, "this tensor's bytes were freed: the scope that made it has ended") end
   local shape = t:shape()
   local same = ("%s:%d:%s:%s:%s"):format(tostring(ffi.cast("void *", t.storage)), t.dtype_, tostring(t.offset),
     table.concat(shape, ","), table.concat(t:stride(), ","))
   local entry = ffi.new("ps_pt_tensor", { ndim = #shape })
-  local stride, once = 1, t                                -- `once`: the tensor without the repetitions of expand
+  local stride, once = 1, t                                -- `once`: a view of t without the repetitions of expand
   for d = #shape - 1, 0, -1 do
     entry.shape[d], entry.stride[d] = shape[d + 1], stride
     if t.stride_[d] == 0 and shape[d + 1] > 1 and t.numel_ > 0 then
@@ -68,8 +68,8 @@ local function put_tensor(state, t, label)
   check(C.ps_ptw_tensor(state.writer, entry))
 end
 
--- Returns the keys of a table in an order that is the same in every run. If the table was read from a file, this is the
--- order of the file, followed by new keys. Otherwise the keys are sorted.
+-- Returns the keys of a table in an order that is the same in every run. If the table was read from a file, its keys
+-- have the order of the file. All other keys follow in sorted order.
 local function ordered_keys(t)
   local keys, known = {}, {}
   for _, key in ipairs(torch_pt.keys(t) or {}) do
@@ -121,7 +121,8 @@ local function put_dict(state, t, label, depth)
   return height
 end
 
--- Writes a table and returns its height. The height of a table is the depth of its nesting, including the table itself.
+-- Declares a table and returns its height. The height is the number of nested levels, including the table itself: 1 for
+-- a table that contains no tables.
 local function put_table(state, t, label, depth)
   local meta, height = getmetatable(t), state.height
   if meta and meta.ps_module then refuse(label, "a module; save its state_dict()") end
@@ -139,7 +140,7 @@ local function put_table(state, t, label, depth)
   return height[t]
 end
 
--- Writes a value. Returns the height of a table, or 0 for other values.
+-- Declares a value. Returns its height if it is a table, and 0 otherwise.
 function put_value(state, value, label, depth)
   local kind, writer = type(value), state.writer
   if scope.is_tensor(value) then put_tensor(state, value, label)
@@ -176,8 +177,8 @@ local function write(writer, value)
   check(C.ps_ptw_commit(writer))
 end
 
---- Writes a value to a file. An older file is replaced only when the new file is complete on the disk. A tensor that
---- occurs twice is written once.
+--- Writes a value to a file. If a file with this name exists, it is replaced only when the new file is complete on the
+--- disk. A tensor that occurs twice in the value is written once.
 ---@param path string
 ---@param value any a tensor, number, string or boolean, or a table of such values
 local function save(path, value)
@@ -185,7 +186,7 @@ local function save(path, value)
   check(C.ps_ptw_new(path, out))
   local writer = ffi.gc(out[0], C.ps_ptw_free)
   local ok, problem = pcall(write, writer, value)
-  C.ps_ptw_free(ffi.gc(writer, nil))                       -- free it now, because this removes the temporary file
+  C.ps_ptw_free(ffi.gc(writer, nil))                       -- freed at once, because this removes the temporary file
   if not ok then error(problem, 0) end
 end
 
