@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Defaults of transformers' tokenizer classes. A tokenizer's files do not contain these defaults. They are special
--- tokens, and settings of tokenizer_config.json that override settings of tokenizer.json.
+-- Facts about transformers' tokenizer classes that a tokenizer's files do not contain: the default special tokens of
+-- each class, and the settings in tokenizer_config.json that override settings in tokenizer.json.
 local json = require "cjson"
 
 local classes = {}
@@ -18,8 +18,8 @@ local CLASS_OF = { gpt2 = "GPT2Tokenizer", roberta = "RobertaTokenizer", bert = 
   distilbert = "BertTokenizer", electra = "BertTokenizer", qwen2 = "Qwen2Tokenizer", qwen3 = "Qwen2Tokenizer",
   llama = "PreTrainedTokenizer", mistral = "PreTrainedTokenizer" }
 
---- Returns the defaults of a class: special tokens by name, padding_side, and the field `model`. `model` is the kind of
---- model if a folder has no tokenizer.json.
+--- Returns the defaults of a class: special tokens by name, padding_side, and `model`. `model` is the kind of model
+--- that is used if a folder has no tokenizer.json ("bpe" or "wordpiece").
 ---@param name string
 ---@return table<string, string>
 function classes.defaults(name) return CLASSES[name] or {} end
@@ -32,7 +32,7 @@ function classes.of(model_type) return CLASS_OF[model_type] end
 -- Returns whether the file sets a boolean setting to true or false. null is not a setting.
 local function given(config, key) return type(config[key]) == "boolean" end
 
--- For each setting in tokenizer_config.json, the field of BertNormalizer that it overrides.
+-- Maps settings in tokenizer_config.json to the fields of BertNormalizer that they override.
 local NORMALIZER = { do_lower_case = "lowercase", strip_accents = "strip_accents",
   tokenize_chinese_chars = "handle_chinese_chars" }
 
@@ -51,7 +51,7 @@ local function of_bytes(description, config)
   end
 end
 
--- Returns whether a step is ByteLevel, or is a sequence that contains ByteLevel.
+-- Returns whether a pre-tokenizer is ByteLevel, or a sequence that contains ByteLevel.
 local function by_bytes(node)
   if type(node) ~= "table" then return false end
   if node.type == "ByteLevel" then return true end
@@ -63,10 +63,9 @@ end
 
 local BLANK = "\226\150\129"                              -- the character for a blank in Llama's tokens
 
--- Sets the normalizer, the pre-tokenizer and the decoder of Llama's class. This class uses the vocabulary and the
--- merges of tokenizer.json, but not its normalizer and pre-tokenizer. It does not put a blank before a text that begins
--- with one. A byte-level tokenizer is not changed, because it belongs to another class, even if the file names this
--- one.
+-- Replaces the normalizer, the pre-tokenizer and the decoder in a description by those of transformers' LlamaTokenizer.
+-- LlamaTokenizer uses only the vocabulary and the merges of tokenizer.json. It does not put a blank before a text that
+-- already begins with a blank. A byte-level description is not changed: its files name LlamaTokenizer by mistake.
 local function of_llama(description, config)
   if by_bytes(description.pre_tokenizer) then return end
   local prefix = config.add_prefix_space ~= false
@@ -82,8 +81,8 @@ end
 local APPLY = { BertTokenizer = of_bert, DistilBertTokenizer = of_bert, ElectraTokenizer = of_bert,
   GPT2Tokenizer = of_bytes, RobertaTokenizer = of_bytes, LlamaTokenizer = of_llama }
 
---- Changes a description from tokenizer.json. Some classes use settings of tokenizer_config.json instead of settings of
---- the description. These settings are copied to the description.
+--- Changes a description that was read from tokenizer.json. Some classes use settings in tokenizer_config.json instead
+--- of settings in tokenizer.json. This function copies such settings from `config` to the description.
 ---@param description table
 ---@param class string
 ---@param config table
@@ -91,7 +90,7 @@ function classes.apply(description, class, config)
   if APPLY[class] then APPLY[class](description, config) end
 end
 
--- The replacements by which transformers removes blanks when it decodes WordPiece. They are made in this order.
+-- The replacements, in this order, by which transformers removes blanks from decoded WordPiece tokens.
 local TOGETHER = { { " %.", "." }, { " %?", "?" }, { " !", "!" }, { " ,", "," }, { " ' ", "'" }, { " n't", "n't" },
   { " 'm", "'m" }, { " 's", "'s" }, { " 've", "'ve" }, { " 're", "'re" } }
 

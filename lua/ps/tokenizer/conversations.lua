@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The methods of a tokenizer for conversations. They return the folder's chat template, the text and the ids of a
--- conversation, and a mask of the ids that the model has to produce.
+-- The methods of a tokenizer for conversations. They return the chat template in the tokenizer's folder, the text of a
+-- conversation, its token ids, and a mask that marks the ids that the model has to produce.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local chat = require "ps.chat"
@@ -21,8 +21,8 @@ local function read(path)
   return text
 end
 
--- Selects a template from a list of templates with names. It is "tool_use" if there are tools and the list has it, and
--- otherwise "default".
+-- Selects a template from a list of named templates. Selects "tool_use" if there are tools and the list contains a
+-- template of this name. Otherwise selects "default".
 local function chosen(list, path, with_tools)
   local named = {}
   for _, one in ipairs(list) do
@@ -35,8 +35,8 @@ local function chosen(list, path, with_tools)
     or error(path .. ": chat_template: there is no template named 'default'")
 end
 
--- Returns the path of the file that has the folder's template, and the template. The template is a text or a list of
--- several templates. It is nil if the folder has none.
+-- Returns the path of the file that contains the folder's chat template, and the template. The template is a text, a
+-- list of named templates, or nil if the folder has no template.
 local function found(self)
   local source = rawget(self, "source")
   local own = rawget(self, "template")                     -- a GGUF file contains its own template
@@ -54,7 +54,7 @@ end
 ---@return boolean
 function conversations:has_chat_template() return select(2, found(self)) ~= nil end
 
--- Returns the text of the folder's template, and the path of the file that has it.
+-- Returns the text of the folder's chat template, and the path of the file that contains the template.
 local function source_of(self, with_tools)
   local path, template = found(self)
   if type(template) == "table" then return chosen(template, path, with_tools), path end
@@ -63,8 +63,8 @@ local function source_of(self, with_tools)
     .. "write one of them (in Lua, apply_chat_template also takes the option chat_template)"):format(path))
 end
 
---- Returns the chat template of the tokenizer's folder. It is in chat_template.jinja or in the field chat_template of
---- tokenizer_config.json.
+--- Returns the chat template of the tokenizer's folder. The template is read from chat_template.jinja, or from the
+--- field chat_template of tokenizer_config.json.
 ---@param options? {tools?: boolean} tools = true: selects the template for tools if there are several templates
 ---@return ps.chat.Template
 function conversations:chat_template(options)
@@ -80,8 +80,8 @@ function conversations:special_tokens()
   return tokens
 end
 
--- Encodes bytes first to last of a text. Appends the ids to `ids`, and the first and the last byte of each token to
--- `bytes`.
+-- Encodes bytes `first` to `last` of a text. Appends the ids to `ids`. For each id, appends the positions of the
+-- token's first and last byte in the text to `bytes`.
 local function append(self, text, first, last, flags, ids, bytes)
   local part = text:sub(first, last)
   if part == "" then return end
@@ -94,16 +94,18 @@ local function append(self, text, first, last, flags, ids, bytes)
   end
 end
 
--- Returns the first and the last byte of a special token. With lstrip or rstrip, a token includes adjacent space. That
--- space is not part of the returned range.
+-- Returns the positions of the first and the last byte of a special token in the text. `place` may also contain space
+-- before or after the token, because a token with lstrip or rstrip includes adjacent space. The returned range contains
+-- only the token.
 local function own_bytes(text, token, place)
   local at = text:sub(place[1], place[2]):find(token, 1, true)
   if not at then return place end
   return { place[1] + at - 1, place[1] + at + #token - 2 }
 end
 
--- Returns a function of a range of the text. It returns the part among `parts` that the range overlaps, or nil. `parts`
--- must be in the order of the text, and so must the ranges in successive calls.
+-- Returns a function (first, last) that returns the part in `parts` that overlaps bytes first to last of the text, or
+-- nil if there is no such part. `parts` must be in the order of the text. The function must be called with ranges in
+-- the order of the text.
 local function overlaps(parts)
   local k = 1
   return function(first, last)
@@ -112,9 +114,10 @@ local function overlaps(parts)
   end
 end
 
--- Returns for each special token whether the template wrote it, and whether it wrote all of them. The template wrote a
--- token if no byte of the token is from a message, a tool or a document. A token may contain a role if templates expect
--- that role, as in '<|' + role + '|>'.
+-- Determines which special tokens in a rendered conversation were written by the template. Returns a table from the
+-- token's index to true or false, and whether the template wrote all special tokens. The template wrote a token if no
+-- byte of the token is from a message, a tool or a document. A role inside a token is allowed if templates know the
+-- role, as in '<|' + role + '|>'.
 local function written(rendered, ids, places, special)
   local message, role, own, all = overlaps(rendered.message), overlaps(rendered.roles), {}, true
   for i, id in ipairs(ids) do
@@ -128,8 +131,8 @@ local function written(rendered, ids, places, special)
   return own, all
 end
 
--- Encodes a rendered conversation. Only special tokens that the template wrote become their ids. If a message, a tool,
--- a document or a role contains the text of a special token, that text is encoded as ordinary text.
+-- Encodes a rendered conversation. A special token that the template wrote is encoded as its id. If a message, a tool,
+-- a document or a role contains the text of a special token, this text is encoded as ordinary text.
 local function ids_of(self, rendered)
   local text, special = rendered.text, rawget(self, "special_ids")
   local whole, raw, places = {}, {}, {}
@@ -142,7 +145,7 @@ local function ids_of(self, rendered)
     if own[i] then
       local before = places[i - 1]
       if before and before[2] < raw[i - 1][2] and special[whole[i - 1]] and not own[i - 1] then
-        -- The space after the previous token is part of the text again, because that token is not special here.
+        -- The previous token is encoded as ordinary text, so the space after it no longer belongs to the token.
         local alone, part = {}, {}
         append(self, text, before[2] + 1, raw[i][2], 0, alone, part)
         if alone[#alone] == id then raw[i] = part[#part] end
@@ -155,8 +158,8 @@ local function ids_of(self, rendered)
   return ids, bytes
 end
 
--- Returns a list with 1 for each id that the model has to produce, and 0 for the others. A token that is only partly in
--- a span gets 1 if its last byte is in the span.
+-- Returns a list with one number per id: 1 if the model has to produce the id, and 0 otherwise. The model has to
+-- produce a token if the token's last byte is in a span.
 local function mask_of(bytes, spans)
   local mask, at = {}, 1
   for i, place in ipairs(bytes) do
@@ -168,8 +171,9 @@ end
 
 local RENDER = { train_on = "string|function", date = "string", tools = "table|string" }
 
---- Renders a conversation with the folder's chat template. The result also has the byte ranges that are from messages
---- (`message`) and the byte ranges that the model has to produce (`spans`).
+--- Renders a conversation with the folder's chat template. In addition to the text, the result contains two lists of
+--- byte ranges: `message` lists the ranges that messages wrote, and `spans` lists the ranges that the model has to
+--- produce.
 ---@param messages table|string the messages (see apply_chat_template)
 ---@param options? {train_on?: string|fun(i: integer, role: string): boolean, date?: string, tools?: table|string}
 ---@return ps.chat.Rendered
@@ -183,18 +187,19 @@ local APPLY = { tokenize = "boolean", add_generation_prompt = "boolean", continu
   tools = "table|string", documents = "table|string", date = "string", variables = "table", chat_template = "string",
   train_on = "string|function" }
 
---- Renders a conversation with the folder's chat template and encodes the result, like transformers. All special tokens
---- are from the template. No special token is added, and the text of a special token in a message remains ordinary
---- text.
+--- Renders a conversation with the folder's chat template and encodes the result, like transformers. Only the template
+--- writes special tokens: encoding adds none, and if a message contains the text of a special token, this text is
+--- encoded as ordinary text.
 ---@param messages table|string a list of messages {role =, content =, ...}, or a JSON text, whose order of keys is kept
 ---@param options? {tokenize?: boolean, add_generation_prompt?: boolean, continue_final_message?: boolean, tools?:
 --- table|string, documents?: table|string, date?: string, variables?: table<string, any>, chat_template?: string,
 --- train_on?: string|fun(i: integer, role: string): boolean} tokenize = false: returns the text (default true).
 --- add_generation_prompt = true: the text ends with the header of the model's next turn. continue_final_message = true:
---- the text ends within the last message. tools: JSON schemas of functions. date: "YYYY-MM-DD", for templates that
---- print the date. variables: additional variables for the template, such as enable_thinking. chat_template: the text
---- of a Jinja template that is used instead of the folder's template. train_on: "assistant", "last", "all" or a
---- function of a message's index and role. If train_on is given, a mask is also returned.
+--- the text ends inside the last message, so that the model continues this message. tools: JSON schemas of functions.
+--- date: "YYYY-MM-DD", for templates that print the date. variables: additional variables for the template, such as
+--- enable_thinking. chat_template: the text of a Jinja template that is used instead of the folder's template.
+--- train_on: "assistant", "last", "all", or a function that is called with a message's index and role. If train_on is
+--- given, a mask is also returned.
 ---@return integer[]|string the ids; the text if tokenize = false
 ---@return integer[]? mask only with train_on: 1 for each id that the model has to produce, and 0 for the others
 function conversations:apply_chat_template(messages, options)
@@ -216,7 +221,7 @@ function conversations:apply_chat_template(messages, options)
     local ids = ids_of(self, { text = template:render(messages, given), message = {}, roles = {} })
     given.continue_final_message = nil
     local whole = template:trained(messages, given, "all")
-    for _, parts in ipairs { whole.message, whole.roles } do   -- the shortened text has unknown positions of parts
+    for _, parts in ipairs { whole.message, whole.roles } do   -- where these parts are in the shortened text is unknown
       for _, part in ipairs(parts) do
         for _, id in ipairs(self:encode(whole.text:sub(part[1], part[2]), { add_special_tokens = false })) do
           if rawget(self, "special_ids")[id] then

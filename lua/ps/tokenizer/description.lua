@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Makes the engine's tokenizer from a description. The description has the form of tokenizer.json (normalizer,
--- pre_tokenizer, model, post_processor, decoder, added_tokens). If a part of it is not supported, the error names that
--- part.
+-- pre_tokenizer, model, post_processor, decoder, added_tokens). If a part of the description is not supported, the
+-- error names this part.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local object = require "ps.tokenizer.object"
@@ -15,7 +15,7 @@ local description = {}
 
 local function set(t, name, value) check(C.ps_tok_set(t.handle, name, value == true and 1 or value or 0)) end
 
---- Adds a regular expression that splits texts into words.
+--- Adds a regular expression by which the tokenizer splits texts into words.
 ---@param t table the tokenizer
 ---@param field string name of the field, for errors
 ---@param given string the regular expression
@@ -129,8 +129,9 @@ SPLITS = {
       if before and one.type == "ByteLevel" and one.add_prefix_space == true then
         refuse(t.path, "add_prefix_space", true, "this is not supported after another pre-tokenizer")
       end
-      -- Raises an error if the order is not supported. After ByteLevel, the text consists of letters that represent
-      -- bytes. A blank may be prepended only once. Words of BERT and of other kinds are not split further.
+      -- Raises an error if this order is not supported. After ByteLevel, the text consists of letters that represent
+      -- bytes, so no other step can follow. A blank may be prepended only once. The words of BertPreTokenizer cannot be
+      -- split further.
       if one.type == "Sequence" or before and (one.type ~= "Split" and one.type ~= "ByteLevel" or before == "ByteLevel")
         or i < #node.pretokenizers and one.type == "BertPreTokenizer" then
         refuse(t.path, name, one.type, "it is not supported at this position")
@@ -158,7 +159,7 @@ SPLITS = {
   end,
 }
 
--- Returns a value, such as an id or a token type. Raises an error if it is not a whole number of at least 0.
+-- Returns `value`, such as an id or a token type. Raises an error if the value is not a whole number of at least 0.
 local function whole_number(t, field, value)
   if type(value) ~= "number" or value < 0 or value >= 2 ^ 31 or value % 1 ~= 0 then
     refuse(t.path, field, value, "it must be a whole number of at least 0")
@@ -171,8 +172,8 @@ local function second(t, field, value)
   return whole_number(t, field .. "[1]", listed(t.path, field, value)[2])
 end
 
--- Returns the tokens and texts of a template as a list. An entry is { id = } for a token, or { text = 1 or 2 } for a
--- text. Each entry also has its token type, `kind`.
+-- Converts a TemplateProcessing template to a list. An entry is { id = the id, kind = } for a special token, or
+-- { text = 1 or 2, kind = } for the place of the first or second text. `kind` is the token type.
 local function template(t, list, where)
   local out = {}
   for _, piece in ipairs(listed(t.path, where, list, true)) do
@@ -192,7 +193,7 @@ local function template(t, list, where)
   return out
 end
 
--- Sets whether the offsets of a token include the token's blanks.
+-- Sets whether the byte range of a token excludes the blanks at the token's ends.
 local function trim(t, node)
   set(t, "trim_offsets", node.trim_offsets ~= false)
   set(t, "keep_first", node.add_prefix_space ~= false)
@@ -250,8 +251,8 @@ local DECODERS = {
     if not t.byte_level then refuse(t.path, "decoder.type", "ByteLevel", "its pre_tokenizer is not ByteLevel") end
   end,
   WordPiece = function(t, node) fields(t.path, "decoder", node, { prefix = { "##" }, cleanup = { true } }) end,
-  -- Llama 2's decoder. It replaces the characters for blanks and the tokens for bytes, and joins the tokens. It may
-  -- also remove a blank at the beginning.
+  -- Llama 2's decoder. Its steps are: replace the character that represents a blank, replace the tokens that represent
+  -- bytes, join the tokens, and, optionally, remove a blank at the beginning.
   Sequence = function(t, node)
     fields(t.path, "decoder", node, { decoders = "table" })
     local kinds = {}
@@ -275,7 +276,7 @@ local DECODERS = {
   end,
 }
 
--- Applies one part of a description. The part's type selects the function in `kinds` that is called.
+-- Applies the part `name` of the description `all`. `kinds` contains a function for each type of this part.
 local function part(t, all, name, kinds)
   local node = all[name]
   if is_null(node) then return end
@@ -285,7 +286,7 @@ local function part(t, all, name, kinds)
   kind(t, node)
 end
 
---- Adds a token that is searched in texts.
+--- Adds a token that the tokenizer searches for in texts before it splits them into words.
 ---@param t table the tokenizer
 ---@param content any
 ---@param id any
@@ -316,7 +317,7 @@ function description.new_handle(model)
   return ffi.gc(out[0], C.ps_tok_free)
 end
 
--- Converts a direction in tokenizer.json, such as "Left", to one in tokenizer_config.json, such as "left".
+-- Converts a direction as written in tokenizer.json ("Left") to the form of tokenizer_config.json ("left").
 local function side_of(node) return type(node.direction) == "string" and node.direction:lower() or nil end
 
 --- Returns whether a kind of model, such as "BPE", is supported.

@@ -1,8 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tokenizers. A tokenizer is an object with the field vocab_size and the methods :encode(text), which returns ids, and
--- :decode(ids), which returns a text. It may also have the method :append, which writes a text's tokens directly to a
--- shard, without a Lua table. The byte tokenizer is in this file. Tokenizers of Hugging Face's files are in
--- tokenizer/text.lua.
+-- Tokenizers. A tokenizer is an object with the following members:
+--
+--   vocab_size                   the number of ids
+--   :encode(text)                returns the ids of a text
+--   :decode(ids)                 returns the text of a list of ids
+--   :append(writer, text)        optional: writes a text's tokens directly to a shard, without a Lua table
+--
+-- This file contains the byte tokenizer. tokenizer/text.lua contains the tokenizers that are read from Hugging Face's
+-- files.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local ffi = require "ffi"
@@ -23,27 +28,27 @@ local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean
 local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
 Bytes.__index = Bytes
 
---- Returns a tokenizer whose tokens are bytes.
+--- Returns the byte tokenizer: each byte of a text is a token, whose id is the byte's value.
 ---@return ps.Tokenizer
 function tokenizer.bytes() return setmetatable({}, Bytes) end
 
---- Returns the tokenizer of a Hugging Face folder, or of one of its files. Three kinds of files are supported.
+--- Reads a tokenizer from a Hugging Face folder, or from one of the folder's files. Three kinds of files are supported.
 --- tokenizer.json contains byte-level BPE, BPE over characters with byte_fallback (as in Llama 2), or WordPiece.
 --- vocab.json (or encoder.json) with merges.txt (or vocab.bpe) contains the BPE of GPT-2 and RoBERTa. vocab.txt
 --- contains the WordPiece of BERT.
 ---
---- Settings are read from tokenizer_config.json and its companions. If these files name the tokenizer's class, some of
+--- Settings are read from tokenizer_config.json and its companions. If these files name the tokenizer's class, four of
 --- their settings override tokenizer.json, as in transformers: add_prefix_space, do_lower_case, strip_accents and
---- tokenize_chinese_chars. The special tokens and the added_tokens_decoder of these files are added to those of
---- tokenizer.json. A setting that is not supported raises an error that names it.
+--- tokenize_chinese_chars. The special tokens and the added_tokens_decoder in these files are added to the tokens of
+--- tokenizer.json. If a setting is not supported, this function raises an error that contains the setting's name.
 ---
---- The argument can also be a .tiktoken file, which contains the ranks of an encoding. If it is neither a folder nor a
+--- `path` can also be a .tiktoken file, which contains the ranks of an encoding. If `path` is neither a folder nor a
 --- file, it is the name of a model in Hugging Face's cache, as in ps.from_pretrained.
 ---@param path string
 ---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} for a .tiktoken file.
 --- encoding: "cl100k_base", "gpt2", "llama3" (whose file is called tokenizer.model), "o200k_base" or "qwen" (default:
---- determined by the file's name). pattern: a regular expression that splits texts into words, instead of an encoding.
---- special_tokens: the special tokens with their ids, instead of those of an encoding.
+--- determined by the file's name). pattern: a regular expression that splits texts into words, in place of the
+--- encoding's expression. special_tokens: the ids of the special tokens, in place of the encoding's special tokens.
 ---@return ps.TextTokenizer
 function tokenizer.from_pretrained(path, options)
   caller.typed(path, "string", "tokenizer.from_pretrained: the folder")
@@ -54,8 +59,8 @@ end
 
 --- Returns the token ids of a text as a Lua list.
 ---@param text string
----@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} the options of other tokenizers. They
---- have no effect, because there are no special tokens.
+---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} accepted because other tokenizers have
+--- these options; they have no effect, because the byte tokenizer has no special tokens
 ---@return integer[]
 function Bytes:encode(text, options) -- luacheck: ignore 212
   caller.typed(text, "string", "encode: the text")
@@ -65,7 +70,7 @@ function Bytes:encode(text, options) -- luacheck: ignore 212
   return ids
 end
 
---- Returns the token ids of a text as an int32 buffer. Use it for long texts.
+--- Returns the token ids of a text as an int32 buffer. Prefer this method to `encode` for long texts.
 ---@param text string
 ---@return ffi.cdata* ids int32_t[n]
 ---@return integer n
@@ -79,8 +84,8 @@ end
 --- Decodes a list, a tensor or an int32 buffer of ids. For a buffer, n must be given.
 ---@param ids integer[]|ps.Tensor|ffi.cdata*
 ---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer n: number of ids in a buffer. A
---- number in place of the table is n. The other options are those of other tokenizers. They have no effect, because
---- there are no special tokens and the returned text is always the bytes.
+--- number in place of the table is n. The other two options are accepted because other tokenizers have them. They have
+--- no effect: the byte tokenizer has no special tokens, and it always returns the bytes unchanged.
 ---@return string
 function Bytes:decode(ids, options) -- luacheck: ignore 212
   local n = options
@@ -113,9 +118,9 @@ local TOKENIZER_JSON = [[
 "model":{"type":"BPE","merges":[],"vocab":%s}}
 ]]
 
---- Writes the tokenizer to a folder, in the form of Hugging Face's files. They describe a byte-level BPE without
---- merges, whose ids are the bytes. tokenizer.from_pretrained and transformers can read them. The folder is created if
---- it does not exist.
+--- Writes the tokenizer to a folder, in the form of Hugging Face's files. The files describe a byte-level BPE without
+--- merges, in which the id of a token is the value of its byte. tokenizer.from_pretrained and transformers can read
+--- the files. The folder is created if it does not exist.
 ---@param path string
 function Bytes:save_pretrained(path) -- luacheck: ignore 212
   caller.typed(path, "string", "tokenizer:save_pretrained: the folder")

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The letters that represent bytes in the vocabularies of byte-level BPE (bytes_to_unicode in GPT-2). letters[byte] is
--- one code point in UTF-8. A printable byte is represented by the code point with the byte's value. The other bytes, in
--- their order, are represented by the code points starting at U+0100.
+-- a text of one code point in UTF-8. The code point of a printable byte is the byte's value. The other bytes, in
+-- ascending order, have the code points U+0100, U+0101, and so on.
 local letters, others = {}, 0
 for byte = 0, 255 do
   local code = byte

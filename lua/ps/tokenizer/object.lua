@@ -36,7 +36,7 @@ end
 ---@return boolean
 function object.is_null(value) return value == nil or value == json.null end
 
--- Returns a value as text for an error, shortened.
+-- Returns a value as a short text for an error.
 local function shown(value)
   if value == json.null then return "null" end
   local ok, text = pcall(json.encode, value)
@@ -53,8 +53,8 @@ function object.refuse(path, field, value, why)
   error(("%s: %s = %s: %s"):format(path, field, shown(value), why))
 end
 
---- Returns the value of a field, which must be a list or an object. Otherwise raises an error. If the field may be
---- missing and is null, returns {}.
+--- Returns the value of a field. Raises an error if the value is not a list or an object. However, if `may_lack` is
+--- true and the field is absent or null, returns {}.
 ---@param path string
 ---@param field string
 ---@param value any

@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Translates the regular expressions in tokenizers' files for PCRE2. Those in tokenizer.json have the dialect of
--- Oniguruma, and those in tiktoken's encodings the dialect of Rust. An expression with another meaning in PCRE2 causes
--- an error.
+-- Translates the regular expressions of tokenizers to the dialect of PCRE2. The expressions in tokenizer.json are in
+-- the dialect of Oniguruma. The expressions of tiktoken's encodings are in the dialect of Rust. An expression that
+-- cannot be translated without changing its meaning causes an error.
 local object = require "ps.tokenizer.object"
 local refuse = object.refuse
 
 local pattern = {}
 
---- The pattern of GPT-2. Its words are contractions, letters, digits, other characters, and blanks. The last of several
---- blanks belongs to the next word.
+--- The pattern of GPT-2. A word is a contraction, or a run of letters, of digits, of other characters, or of blanks.
+--- The last blank of a run belongs to the next word.
 pattern.GPT2 = [['(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+]]
 pattern.CL100K = [['(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$]]
   .. [[|\s*[\r\n]|\s+(?!\S)|\s]]
@@ -20,7 +20,8 @@ pattern.O200K = [[[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm
   .. [[|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*]] .. SHORT
   .. [=[|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+]=]
 
--- Patterns whose matches never contain a line end that is between two ASCII characters that are not blanks.
+-- Patterns by which texts can be split at line ends first (see is_of_lines): no match of such a pattern contains a line
+-- end that is between two ASCII characters other than blanks.
 local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3] = true, [pattern.QWEN] = true,
   [pattern.O200K] = true, [ [['s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
   [ [['(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
@@ -28,12 +29,14 @@ local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3]
   [ [=[(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*]=]
     .. [=[|\s*[\r\n]+|\s+(?!\S)|\s+]=] ] = true }
 
---- Returns whether texts can be split at every line end that is between two ASCII characters that are not blanks.
+--- Returns whether a pattern finds the same words if a text is first split at each line end that is between two ASCII
+--- characters other than blanks.
 ---@param text string
 ---@return boolean
 function pattern.is_of_lines(text) return LINES[text] == true end
 
--- Escapes that have another meaning in PCRE2 or match other characters there, and their names for errors.
+-- Escapes such as \w that have another meaning in PCRE2 than in the other dialects, or that match other characters. The
+-- values say what the escapes stand for.
 local OTHER = { w = "words", W = "words", b = "words' ends", B = "words' ends", h = "hexadecimal digits",
   H = "hexadecimal digits", X = "characters of several code points", K = "what is kept", y = "ends of characters",
   Y = "ends of characters", Q = "quotes", E = "quotes", C = "bytes" }

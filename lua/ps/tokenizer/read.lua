@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads tokenizers' files in the forms that Hugging Face uses. All forms are converted to one description, which has
--- the form of tokenizer.json. tokenizer/description.lua makes the engine's tokenizer from it. C code reads vocabularies
--- and merges.
+-- Reads tokenizers' files in the forms that Hugging Face uses. Each form is converted to a description, which has the
+-- form of tokenizer.json. tokenizer/description.lua makes the engine's tokenizer from the description. C code reads the
+-- vocabulary and the merges.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local classes = require "ps.tokenizer.classes"
@@ -22,13 +22,13 @@ local is_null, listed, refuse = object.is_null, object.listed, object.refuse
 
 local read = {}
 
-local NO_LIMIT = 1e18              -- transformers writes a larger number if there is no limit
+local NO_LIMIT = 1e18              -- transformers writes a model_max_length above 1e18 if there is no limit
 
 -- -- folders ----------------------------------------------------------------------------------------------------------
 local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
 
--- Returns the text of a token, which is "[SEP]" or { content = "[SEP]", ... } in a file. Returns nil for null. In the
--- second form, also returns the table.
+-- Returns the text of a token. In a file, a token is either its text, such as "[SEP]", or a table, such as
+-- { content = "[SEP]", ... }. For a table, also returns the table. Returns nil for null.
 local function content_of(value)
   if is_null(value) then return nil end
   if type(value) == "table" then return value.content, value end
@@ -42,7 +42,9 @@ local function first_file(folder, ...)
   end
 end
 
--- Returns the fields of tokenizer_config.json together with those of older files, and the list of added tokens by id.
+-- Returns the settings of a folder, and the list of its added tokens, sorted by id. The settings are the fields of
+-- tokenizer_config.json. A special token that this file does not set is read from special_tokens_map.json. If
+-- tokenizer_config.json has no added tokens, they are read from added_tokens.json.
 local function settings_of(folder)
   local config = object.of_file(folder .. "/tokenizer_config.json") or {}
   local map = object.of_file(folder .. "/special_tokens_map.json") or {}
@@ -117,8 +119,8 @@ local function describe(t, class, defaults, config)
   return all
 end
 
--- Sets the special tokens that have names, such as eos_token. They are from the settings or the class's defaults. A
--- default that is not in the vocabulary is omitted.
+-- Sets the special tokens that have names, such as eos_token. A token that is not in the settings is read from the
+-- class's defaults, but a default that is not in the vocabulary is omitted.
 local function name_tokens(t, config, defaults)
   t.special = {}
   for _, name in ipairs(NAMES) do
@@ -133,9 +135,9 @@ local function name_tokens(t, config, defaults)
   end
 end
 
--- Adds the special tokens that have names, so that they are searched in texts. Tokens in added_tokens were added
--- before. If `given` is set, it is the settings, and only tokens in the settings are added, without the class's
--- defaults.
+-- Adds the special tokens that have names, so that the tokenizer searches for them in texts. Skips tokens that were
+-- already added as special. If `given` (the settings) is not nil, adds only tokens that the settings contain, and not
+-- the class's defaults.
 local function add_named(t, class, given)
   for name, one in pairs(t.special) do
     local known = t.added[one[2]]
@@ -149,9 +151,9 @@ local function add_named(t, class, given)
   end
 end
 
--- Adds tokens that are in the settings but not in tokenizer.json. Those in added_tokens_decoder are added first and
--- take precedence. Then the tokens in the lists of additional special tokens are added. A new token in a list gets the
--- next free id.
+-- Adds the tokens in the settings. The tokens in added_tokens_decoder (the list `added`) come first. Then the tokens in
+-- the lists additional_special_tokens and extra_special_tokens are added, unless they are already special. If a token
+-- in a list is not in the vocabulary, its id is the next free id.
 local function add_more(t, path, config, added)
   for _, one in ipairs(added) do
     if type(one.content) ~= "string" then refuse(path, "added_tokens_decoder", one.node, "a token has a content") end
@@ -209,7 +211,8 @@ end
 -- Reads a tokenizer.json. `class` is the name of the class if the files name it, or nil.
 local function from_json(t, path, config, defaults, class, added)
   local rest, n = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
-  -- The file is read by a tokenizer, but the tokenizer's kind of model is known only after the file was read.
+  -- A tokenizer of the engine reads the file, and is created for one kind of model. But the file says which kind it
+  -- needs. Therefore the file is first read as BPE, and read again if it contains WordPiece.
   t.path = path
   local function load(model)
     t.handle, t.model = description.new_handle(model), model
@@ -261,8 +264,8 @@ local function from_vocab(t, class, defaults, config, added, vocab, merges)
 end
 
 -- -- tiktoken ---------------------------------------------------------------------------------------------------------
--- Encodings that are defined in the code of tiktoken, Qwen and Llama 3. Each has a pattern that splits texts, and
--- special tokens.
+-- Encodings that are defined in the code of tiktoken, Qwen and Llama 3. Each encoding has a pattern that splits texts
+-- into words, and a table of special tokens.
 local OF_GPT2 = { pattern = pattern.GPT2, special = { ["<|endoftext|>"] = 50256 } }
 local ENCODINGS = {
   gpt2 = OF_GPT2, r50k_base = OF_GPT2, p50k_base = OF_GPT2,
@@ -275,8 +278,8 @@ local ENCODINGS = {
     ["<|start_header_id|>"] = 128006, ["<|end_header_id|>"] = 128007, ["<|eot_id|>"] = 128009 } },
 }
 
--- Reads a .tiktoken file. There are three ways to choose the encoding: its name, the name of the file, or a pattern
--- with special tokens.
+-- Reads a .tiktoken file. The encoding is given.encoding, or the encoding that the file is named after. If
+-- given.pattern is set, no encoding is needed.
 local function from_tiktoken(t, path, given)
   local stem = path:match("([^/]*)%.tiktoken$")
   local encoding = ENCODINGS[given.encoding or stem]
@@ -298,7 +301,7 @@ local function from_tiktoken(t, path, given)
 end
 
 -- -- GGUF -------------------------------------------------------------------------------------------------------------
--- Fills a tokenizer's vocabulary, and its merges or scores, from the metadata of a GGUF file.
+-- Fills the vocabulary of a tokenizer, and its merges or scores, from the metadata of a GGUF file.
 local function fill(t, given)
   for i, token in ipairs(given.tokens) do check(C.ps_tok_token(t.handle, token, #token, i - 1)) end
   for i, merge in ipairs(given.merges or {}) do

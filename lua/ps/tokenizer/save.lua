@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a tokenizer's files to another folder. They are copies of the source files, and a tokenizer_config.json with
--- the settings that a script has changed: special tokens, padding_side, truncation_side and model_max_length.
+-- Writes a tokenizer's files to another folder. The source files are copied. Settings that a script has changed
+-- (special tokens, padding_side, truncation_side and model_max_length) are written to tokenizer_config.json.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local companions = require "ps.pretrained.gguf_companions"
@@ -25,8 +25,8 @@ end
 
 local function write(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
 
--- Reads a JSON object from a file, changes some fields, and returns the JSON text. Empty tables are omitted, because
--- Lua cannot tell whether they were lists or objects in the file.
+-- Reads a JSON object from a file, changes the fields in `changes`, and returns the JSON text. Empty tables are
+-- omitted, because in Lua an empty list and an empty object are the same table.
 local function patched(path, changes)
   local fields = lfs.attributes(path, "mode") == "file" and folder.read_json(path) or {}
   for key, value in pairs(fields) do
@@ -53,7 +53,8 @@ end
 --- Copies a tokenizer's files to a folder. The folder is created if it does not exist.
 ---@param source string the folder from which the tokenizer was read, or one of its files
 ---@param to string
----@param tokens table<string, any> special tokens that a script has set: from "pad_token" to a text or json.null
+---@param tokens table<string, any> special tokens that a script has set. A key is a name such as "pad_token". A value
+---  is the token's text, or json.null.
 ---@param plain table<string, any> other settings that a script has set
 function save.run(source, to, tokens, plain)
   caller.typed(to, "string", "tokenizer:save_pretrained: the folder")
@@ -68,7 +69,7 @@ function save.run(source, to, tokens, plain)
     end
   end
   local name = source ~= from and not is_gguf and source:match("[^/]*$")
-  -- The source is a file whose name is not one of the standard names.
+  -- The source is a file with a name that is not standard. It is copied under the standard name.
   if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then
     write(to .. (name:match("%.txt$") and "/vocab.txt" or "/tokenizer.json"), read(source))
   end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The tokenizers of Hugging Face's files, as scripts use them. They convert batches of texts to tensors, and single
--- texts to ids and back. C code converts texts to ids (src/data/tokenizer.c). This file adds special tokens around
--- texts, truncation and padding.
+-- ps.TextTokenizer, the object for a tokenizer that was read from Hugging Face's files. It converts batches of texts to
+-- tensors, and single texts to ids and back. C code converts texts to ids (src/data/tokenizer.c). This file adds the
+-- special tokens around texts, truncates texts, and pads them.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
@@ -24,12 +24,13 @@ local text = {}
 
 ---@class ps.TextTokenizer: ps.Tokenizer
 ---@field vocab_size integer the largest id plus 1, including added tokens
----@field model_max_length integer? length in tokens to which texts are truncated if max_length is not given
+---@field model_max_length integer? number of tokens to which texts are truncated if max_length is not given
 ---@field padding_side "right"|"left"
 ---@field truncation_side "right"|"left"
----@field pad_token string? the pad token. There are also bos_token, eos_token, unk_token, sep_token, cls_token and
---- mask_token. Each can be set to any token of the vocabulary.
----@field pad_token_id integer? the id of the pad token. Each of the other special tokens also has such a field.
+---@field pad_token string? the pad token. The fields bos_token, eos_token, unk_token, sep_token, cls_token and
+--- mask_token contain the other special tokens. Each of these fields can be set to any token of the vocabulary.
+---@field pad_token_id integer? the id of the pad token. The other special tokens also have such a field: bos_token_id
+--- and so on.
 local Tokenizer = {}
 
 local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
@@ -97,8 +98,8 @@ function text.open(path, options)
     plain = plain, lost = ffi.new "ps_tok_lost", told_lost = false }, META)
 end
 
---- Writes the tokenizer's files to a folder, for from_pretrained and transformers. They are copies of the source files.
---- Settings that were changed are written to tokenizer_config.json.
+--- Writes the tokenizer's files to a folder. tokenizer.from_pretrained and transformers can read the folder. The source
+--- files are copied. Settings that were changed are written to tokenizer_config.json.
 ---@param path string
 function Tokenizer:save_pretrained(path)
   local tokens, plain = {}, {}
@@ -122,8 +123,8 @@ local function run(self, one, flags)
   return self.out
 end
 
--- Returns the flag for encoding special tokens in a text as ordinary text. `splits` says whether to do so. If it is
--- nil, tokenizer_config.json decides.
+-- Returns PS_TOK_PLAIN if the special tokens in a text must be encoded as ordinary text, and 0 otherwise. `splits` is
+-- the option split_special_tokens. If it is nil, the setting in tokenizer_config.json is used.
 local function plain_flag(self, splits)
   if splits == nil then splits = rawget(self, "splits_special") end
   return splits and C.PS_TOK_PLAIN or 0
@@ -132,7 +133,8 @@ end
 -- -- one text -------------------------------------------------------------------------------------------------------
 local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean" }
 
---- Returns the token ids of a text as an int32 buffer. Use it for long texts. No special tokens are added.
+--- Returns the token ids of a text as an int32 buffer. Prefer this method to `encode` for long texts. No special tokens
+--- are added.
 ---@param one string
 ---@param options? {split_special_tokens?: boolean}
 ---@return ffi.cdata* ids int32_t[n]
@@ -169,7 +171,7 @@ function Tokenizer:encode(one, options)
   return ids
 end
 
---- Returns the ids of `encode` as a text: decimal numbers that are separated by blanks.
+--- Encodes a text like `encode`, but returns the ids as a text of decimal numbers that are separated by blanks.
 ---@param one string
 ---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} the options of encode
 ---@return string
@@ -201,9 +203,10 @@ function Tokenizer:append(writer, one)
   check(C.ps_tokw_append(writer, out.ids, out.n))
 end
 
--- Adds the characters that were lost in a block to the sum `all`. For the first lost character, also stores its place.
--- This is its line in the file, or its byte if the block is text that begins at byte `from` of the file. The place is
--- "" if it is unknown because a normalizer has changed the text.
+-- Adds the numbers of characters that were lost in a block (`found`) to the sums in `all`. Also stores the first lost
+-- character in the file and its place for a message. If the file contains JSON lines, `whole` is false, and the place
+-- is the number of the line. Otherwise `whole` is the block's text, which begins at byte `from` of the file, and the
+-- place is the number of a byte. If a normalizer changed the character, its place is unknown, and all.place is "".
 local function add_lost(all, found, whole, from)
   if not all.first then
     local at = whole and whole:find(characters.utf8(tonumber(found.first)), 1, true)
@@ -217,14 +220,14 @@ end
 local FILE = { field = "string", mark = "whole|boolean", threads = "whole", block = "whole" }
 local BLOCK = 2 ^ 24               -- number of bytes per read
 
---- Encodes a file of any size, and calls a function with the token ids piece by piece, in order. The ids are the same
---- as if the file were encoded at once. They do not depend on the sizes of pieces or the number of threads. No special
+--- Encodes a file of any size. Calls `give` with the token ids, one piece after the other. The ids are the same as if
+--- the file were encoded at once: they do not depend on the sizes of the pieces or on the number of threads. No special
 --- tokens are added, and special tokens in the file are encoded as ordinary text.
 ---@param path string
----@param give fun(ids: ffi.cdata*, n: integer) gets an int32 buffer, which is valid only during the call
+---@param give fun(ids: ffi.cdata*, n: integer) gets n ids in an int32 buffer, which is valid only during the call
 ---@param options? {field?: string, mark?: integer|false, threads?: integer, block?: integer} field: the file contains
---- JSON lines, and this field of each line is a document. mark: an id that is put before each document. threads: number
---- of threads (default 1). block: number of bytes per read.
+--- JSON lines, and this field of each line is a document. mark: an id that precedes the ids of each document. threads:
+--- number of threads (default 1). block: number of bytes per read.
 ---@return integer bytes size of the file in bytes
 function Tokenizer:encode_file(path, give, options)
   caller.typed(path, "string", "tokenizer:encode_file: the path")
@@ -263,7 +266,7 @@ function Tokenizer:encode_file(path, give, options)
 end
 
 -- -- ids to text ----------------------------------------------------------------------------------------------------
--- Converts ids to an int32 buffer. Returns the buffer and the number of ids.
+-- Converts a list, a tensor or a buffer of n ids to an int32 buffer. Returns the buffer and the number of ids.
 local function buffer_of(ids, n)
   if type(ids) == "cdata" and not n then ids = ids:reshape(ids:numel()):tolist() end
   if n then return ids, n end
@@ -310,7 +313,7 @@ function Tokenizer:batch_decode(rows, options)
   return texts
 end
 
---- Returns the token with an id, in the spelling of the vocabulary.
+--- Returns the token that has the given id, as spelled in the vocabulary.
 ---@param id integer
 ---@return string
 function Tokenizer:id_to_token(id)
@@ -318,7 +321,8 @@ function Tokenizer:id_to_token(id)
   return ffi.string(self.bytes[0], self.nbytes[0])
 end
 
---- Returns the id of a token, or nil if there is no such token. The token has the spelling of the vocabulary.
+--- Returns the id of a token, or nil if the vocabulary does not contain the token. The token must be spelled as in the
+--- vocabulary.
 ---@param token string
 ---@return integer?
 function Tokenizer:token_to_id(token)
@@ -351,8 +355,9 @@ local function shorten(self, kept, n)
   kept.n = n
 end
 
--- Truncates one or two texts so that they have at most `limit` tokens together with `extra` special tokens. If there
--- are two texts, tokens are first removed from the longer one.
+-- Truncates one or two texts, so that all texts and `extra` special tokens have at most `limit` tokens together. `way`
+-- is the option truncation. With "longest_first", tokens are removed from the longer text until both texts have the
+-- same length, and then from both.
 local function truncate(self, way, parts, extra, limit)
   local room = limit - extra
   if room < 0 then error(("max_length is %d, fewer than the %d special tokens around a text"):format(limit, extra)) end
@@ -393,7 +398,8 @@ local function way_of(truncation)
   return caller.one_of(truncation, WAYS, "tokenizer: truncation")
 end
 
--- Returns the length to which rows are padded. If rows are not padded, returns their common length.
+-- Returns the length to which all rows are padded. Without padding, returns the common length of the rows, or raises an
+-- error if their lengths differ.
 local function width_of(self, asked, rows)
   local padding, longest = asked.padding, 0
   for _, row in ipairs(rows) do longest = math.max(longest, row.n) end
@@ -430,7 +436,7 @@ local function fill(target, at, n, value)
   if n > 0 then ffi.copy(target + at, int_array(n, value), 4 * n) end
 end
 
--- Writes the tokens of a row, starting at index `at`.
+-- Writes the tokens of a row to the arrays ids, types and offsets, starting at index `at`.
 local function put(row, at, ids, types, offsets)
   for _, piece in ipairs(row.pieces) do
     local part, n = row.parts[piece.text], 1
@@ -482,17 +488,18 @@ local function rows_of(self, texts, asked)
   return rows
 end
 
---- Encodes texts to tensors on the cpu: `tok(texts, options)`. All rows have the same length. Therefore texts of
---- different lengths must be padded.
+--- Encodes texts to tensors on the cpu. `tok(texts, options)` is the same as `tok:batch(texts, options)`. All rows of a
+--- tensor have the same length. Therefore texts of different lengths must be padded.
 ---@param texts string|string[] the texts; a single text becomes a batch of one
 ---@param options? {text_pair?: string|string[], padding?: boolean|"longest"|"max_length"|"do_not_pad", truncation?:
 --- boolean|"longest_first"|"only_first"|"only_second"|"do_not_truncate", max_length?: integer, pad_to_multiple_of?:
 --- integer, offsets?: boolean, add_special_tokens?: boolean, split_special_tokens?: boolean, token_type_ids?: boolean}
---- The options are those of transformers. offsets = true: also returns the byte range of each token in its text.
+--- The options have the meaning that they have in transformers. offsets = true: also returns the byte range of each
+--- token in its text.
 --- token_type_ids: whether to return token types (default: true if the model uses them).
 ---@return {input_ids: ps.Tensor, attention_mask: ps.Tensor, token_type_ids: ps.Tensor?, offsets: ps.Tensor?} int32
---- tensors [texts, tokens]. offsets is [texts, tokens, 2]. Its ranges are half-open, so text:sub(begin + 1, end) is the
---- token's text. The range of special tokens and padding is 0, 0.
+--- tensors [texts, tokens]. offsets is [texts, tokens, 2] and contains a half-open range (first, last) for each token,
+--- so that text:sub(first + 1, last) is the token's text. Special tokens and padding have the range (0, 0).
 function Tokenizer:batch(texts, options)
   options = caller.options(options, "tokenizer", CALL)
   local rows = rows_of(self, texts, options)
