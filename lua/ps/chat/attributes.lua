@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Looks up attributes and items of the values of a chat template, like Jinja's sandbox. `a.b` is the attribute b or, if
--- there is none, the item "b". `a["b"]` is the item "b" or, if there is none, the attribute b. Methods that change a
--- value do not exist.
+-- Looks up attributes and items of the values in a chat template, like Jinja's sandbox. `a.b` returns the attribute b,
+-- or the item "b" if a has no such attribute. `a["b"]` returns the item "b", or the attribute b if a has no such item.
+-- Methods that would change a value raise an error.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local methods = require "ps.chat.methods"
@@ -11,11 +11,11 @@ local attributes = {}
 
 ---@class ps.chat.Loop the variable `loop`
 ---@field items any[]
----@field i integer number of the current iteration, which counts from 1
+---@field i integer number of the current iteration, counted from 1
 local Loop = { kind = "loop" }
 Loop.__index = Loop
 
---- Returns the variable `loop` for a loop over items.
+--- Returns the variable `loop` for a loop over a list of items.
 ---@param items any[]
 ---@return ps.chat.Loop
 function attributes.loop(items) return setmetatable({ items = items, i = 0 }, Loop) end
@@ -62,7 +62,7 @@ local function own(v, name)
   return bound
 end
 
--- Returns the item of a value that has the given key, or nil if there is none.
+-- Returns the item of a dict or a list that has the given key, or nil if there is no such item.
 local function held(v, key)
   local class = getmetatable(v)
   if class == values.Dict then return values.get(v, key) end
@@ -81,8 +81,8 @@ end
 local NAMES = { str = "str object", dict = "dict object", list = "list object", tuple = "tuple object",
   int = "int object", float = "float object", bool = "bool object", NoneType = "None" }
 
--- Returns the undefined value that represents a missing attribute. Using it raises an error. If `v` is a message, the
--- error contains the message's number.
+-- Returns an undefined value for the missing attribute `name` of `v`. Using the undefined value raises an error. If `v`
+-- is a message, the error contains the message's number.
 local function missing(v, name)
   local what = NAMES[values.kind(v)] or values.kind(v) .. " object"
   local said = ("'%s' has no attribute '%s'"):format(what, name)
@@ -115,7 +115,7 @@ function attributes.item(v, key)
   return found
 end
 
--- Returns a bound of a slice, which must be a whole number or None. Returns nil for None.
+-- Returns a bound of a slice as a Lua number, or nil for None. Raises an error for any other value.
 local function bound(v)
   if v == values.NONE then return nil end
   local x, is_float = values.number(v)
@@ -125,7 +125,7 @@ local function bound(v)
   return x
 end
 
---- Returns `v[first:last:step]`, with the same rules as Python.
+--- Returns `v[first:last:step]` by Python's rules for slices.
 ---@param v any
 ---@param first any
 ---@param last any

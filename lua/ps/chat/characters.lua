@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Code points and their classes. utf8proc determines the classes.
+-- Converts code points to UTF-8 and back, and finds their Unicode categories with the library utf8proc.
 local ffi = require "ffi"
 
 ffi.cdef [[
@@ -36,8 +36,8 @@ function characters.utf8(c)
   return char(0xf0 + floor(c / 262144), 0x80 + floor(c / 4096) % 64, 0x80 + floor(c / 64) % 64, 0x80 + c % 64)
 end
 
---- Returns the Unicode category of a character, in the numbers of utf8proc: 1 Lu, 2 Ll, 3 Lt, 4 Lm, 5 Lo, 9 Nd, 10 Nl,
---- 11 No, 23 Zs, 24 Zl, 25 Zp, 26 Cc, 27 Cf, 28 Cs, 29 Co, 0 unassigned.
+--- Returns the Unicode category of a character as a number of utf8proc: 1 Lu, 2 Ll, 3 Lt, 4 Lm, 5 Lo, 9 Nd, 10 Nl,
+--- 11 No, 23 Zs, 24 Zl, 25 Zp, 26 Cc, 27 Cf, 28 Cs, 29 Co. The number 0 means that the code point is unassigned.
 ---@param c string
 ---@return integer
 function characters.category(c) return C.utf8proc_category(characters.point(c)) end

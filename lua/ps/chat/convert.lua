@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Converts Lua tables to values of a chat template and back. Lua's tables do not keep the order of keys, and do not
--- distinguish 1.0 from 1 and {} from []. If `plain` made a table from JSON, this information about the table is stored.
--- It is used even if a script puts the table into another table.
+-- Converts Lua tables to values of a chat template and back. A Lua table does not keep the order of its keys, and does
+-- not distinguish 1.0 from 1 or {} from []. Therefore `plain` stores this information separately for each table that it
+-- makes. `value` uses the information when it converts such a table, even if a script has put the table into another
+-- table.
 local values = require "ps.chat.values"
 local text = require "ps.chat.text"
 local utf8 = require "ps.core.utf8"
@@ -15,11 +16,11 @@ local convert = {}
 local DEPTH = 200
 local LARGEST = 2 ^ 53
 
----@class ps.chat.Shape the information about a JSON value that is lost in its Lua table
+---@class ps.chat.Shape the information about a JSON list or object that its Lua table does not contain
 ---@field list boolean
 ---@field keys? string[] the keys in the order of the JSON text
----@field numbers? table<any, {[1]: number, [2]: table}> by key: the Lua number and its exact value, which is a float or
---- a number over 2^53
+---@field numbers? table<any, {[1]: number, [2]: table}> by key: a Lua number, and the template value (a float or a
+--- whole number over 2^53) that it was made from
 
 ---@type table<table, ps.chat.Shape>
 local shapes = setmetatable({}, { __mode = "k" })
@@ -44,8 +45,8 @@ local function list_of(t, shape, where, depth)
   return values.list(list)
 end
 
--- Returns the keys of an object. The keys of its JSON text come first, in the order of that text, without keys that
--- were removed from the table. The other keys follow in alphabetical order.
+-- Returns the keys of the table t. The keys in the JSON text that the table was made from come first, in the order of
+-- the JSON text, if they are still in the table. The other keys follow in alphabetical order.
 local function keys_of(t, shape, where)
   local keys, known, rest = {}, {}, {}
   for _, key in ipairs(shape and shape.keys or {}) do
@@ -102,14 +103,14 @@ function value_of(v, where, depth, numbers, key)
 end
 
 --- Converts a Lua value to a template value. If a table was made from JSON, its keys have the order of the JSON text.
---- Otherwise they are in alphabetical order. An empty table becomes a list unless it was an object in JSON.
+--- The keys of other tables are sorted. An empty table becomes a list, unless it was made from an empty JSON object.
 ---@param v any
 ---@param where string name of the value, for errors
 ---@return any
 function convert.value(v, where) return value_of(v, where, 1) end
 
---- Converts a template value to Lua tables. None becomes cjson.null. `value` can convert the result back to the
---- original value.
+--- Converts a template value to a Lua value. None becomes cjson.null. Passing the result to `value` returns a value
+--- that is equal to v.
 ---@param v any
 ---@return any
 function convert.plain(v)
@@ -141,7 +142,7 @@ function convert.plain(v)
   return t
 end
 
---- Returns a deep copy of a table. The information about its JSON is copied, too.
+--- Returns a deep copy of a table, including the information that `plain` stored about the table.
 ---@param t table
 ---@return table
 function convert.copied(t)

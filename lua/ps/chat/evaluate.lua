@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compiles the nodes of a chat template to Lua functions. The function of an expression takes a scope and returns a
--- value. The function of a statement takes a scope and an output. As in Jinja, each iteration of a loop, each call of a
--- macro, and each block whose output is captured has a scope of its own. `if` does not have one.
+-- Compiles the nodes of a chat template to Lua functions. An expression becomes a function of a scope that returns a
+-- value. A statement becomes a function of a scope and an output, to which it appends text. As in Jinja, each iteration
+-- of a loop, each call of a macro, and each block whose output is captured has its own scope. `if` has no own scope.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local operators = require "ps.chat.operators"
@@ -14,14 +14,14 @@ local raise, truth, work, charge = values.raise, values.truth, text.work, text.c
 local evaluate = {}
 
 local DEPTH = 100                                          -- maximum nesting of macro calls
-local LEVELS = 300                                         -- maximum nesting of expressions, including chains
+local LEVELS = 300                                         -- maximum nesting of expressions; a.b.c is nested 3 deep
 
 ---@class ps.chat.State the state of one rendering
 ---@field depth integer
 ---@field track boolean true: the pieces of the output are marked with their messages
----@field doing? table the node of the filter, test or call that was begun last
+---@field doing? table node of the filter, test or call that began most recently
 ---@field owners table<integer, table> by message index: the marks of the text that the template writes while it
---- processes that message
+--- processes the message
 
 ---@class ps.chat.Scope
 ---@field vars table<string, any>
@@ -49,8 +49,8 @@ local function assign(scope, name, value)
   if scope.turn and getmetatable(value) == values.Dict and value.message then scope.owner = value.message end
 end
 
--- Returns a mark that also has the message that the template is processing. If the mark already has one, returns the
--- mark.
+-- Returns a copy of a mark with the field `owner`: the index of the message that the template is processing. If the
+-- mark already has an owner, returns the mark itself.
 local function owned(state, mark, owner)
   local known = state.owners[owner]
   if not known then
@@ -233,8 +233,8 @@ function EXPRESSIONS.call(node)
   end
 end
 
--- Returns the function of a filter or a test. If the name is unknown, raises an error for the template. But if the node
--- is `soft`, because a condition guards it, the error is raised only when the function is called.
+-- Returns the function of a filter or a test. If the name is unknown, the template is rejected. However, if the node is
+-- `soft` (it is inside a condition and may never run), the error is raised only when the function is called.
 local function named(set, what, node)
   local fn = set[node.name]
   if fn then return fn end
@@ -264,7 +264,8 @@ function EXPRESSIONS.test(node)
   end
 end
 
--- Compiles the value to which a filter block applies its filter.
+-- Compiles the node for the output of a filter block. The block stores its output in node.value before it applies the
+-- filter.
 function EXPRESSIONS.given(node)
   return function() return node.value end
 end
@@ -330,7 +331,7 @@ local function caught(run, scope)
   return text.concat(out)
 end
 
--- Compiles the filters of a block to a function that applies them to the output of the block.
+-- Compiles the filters of a filter block to a function. The function applies the filters to the output of the block.
 local function block_filter(node)
   local innermost = node
   while innermost.value do innermost = innermost.value end
@@ -401,7 +402,7 @@ end
 STATEMENTS["break"] = function() return function() return "break" end end
 STATEMENTS.continue = function() return function() return "continue" end end
 
--- Returns whether a node or any part of it uses a name.
+-- Returns whether a node, or any node inside it, reads a variable of the given name.
 local function uses(node, name)
   if node.kind == "name" and node.name == name then return true end
   for _, part in pairs(node) do
@@ -512,7 +513,8 @@ function body(nodes)
   end
 end
 
---- Compiles a parsed template to a function. The function renders the template with variables.
+--- Compiles a parsed template to a function. The function renders the template with the given variables. If `track` is
+--- true, the rendered text contains marks (see ps.chat.Text).
 ---@param nodes table[]
 ---@return fun(variables: table<string, any>, track: boolean): string|ps.chat.Text
 function evaluate.compile(nodes)
@@ -525,7 +527,7 @@ function evaluate.compile(nodes)
     if ok then return result end
     if type(result) == "table" then error(result, 0) end
     if result:find("stack overflow", 1, true) then raise "expressions and macros are nested too deeply" end
-    local node = state.doing                               -- it may fail if it does not check its arguments
+    local node = state.doing                               -- a filter, test or method that did not check its arguments
     if not node then error(result, 0) end
     return raise("line %d: '%s' got values that it does not support", node.line,
       node.name or node.value.name or node.value.kind)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Jinja's filters. `tojson` has the form that transformers gives it. A filter is a function of a value, a list of the
--- positional arguments, the named arguments, and the scope.
+-- Jinja's filters. `tojson` is the variant that transformers defines. A filter is a function with four parameters: the
+-- value, a list of the positional arguments, a table of the named arguments, and the scope.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 local values = require "ps.chat.values"
@@ -28,7 +28,7 @@ function filters.upper(v) return letters.upper(values.str(v)) end
 function filters.capitalize(v) return letters.capitalize(values.str(v)) end
 
 function filters.title(v)
-  local fresh = true                                       -- a word begins: true after a space or ( [ { < -
+  local fresh = true                                       -- true at the start and after a space or one of ( [ { < -
   return text.map(values.str(v), function(s)
     return (s:gsub(characters.PATTERN, function(c)
       local was = fresh
@@ -67,7 +67,7 @@ function filters.tojson(v, args, named)
     comma = comma, colon = colon, sort_keys = truth_argument(args, named, 4, "sort_keys", false) })
 end
 
--- Returns a function that picks an item of a value. `attribute` is the path of the item, such as "a.b.0".
+-- Returns a function that looks up an item of a value. `attribute` is the path of the item, such as "a.b.0".
 local function picker(attribute)
   if attribute == nil or attribute == NONE then return function(v) return v end end
   local path = {}
@@ -156,7 +156,8 @@ local function sorted(items, key, descending)
   return values.list(all)
 end
 
--- Returns a function that computes the key of an item. Strings are converted to lower case unless `with_case` is true.
+-- Returns a function that computes the key by which an item is sorted or grouped: the result of pick(item). A string
+-- key is converted to lower case unless `with_case` is true.
 local function folded(pick, with_case)
   return function(item)
     local v = pick(item)
@@ -238,7 +239,8 @@ function filters.map(v, args, named, scope)
   return values.generator(all)
 end
 
--- Returns the filter select or reject. If `with_attribute` is true, returns selectattr or rejectattr.
+-- Returns one of four filters. If `wanted` is true, the filter is select, and reject otherwise. If `with_attribute` is
+-- true, the filter is selectattr or rejectattr instead.
 local function chooser(with_attribute, wanted)
   return function(v, args)
     local pick, first = picker(), 1
@@ -348,8 +350,8 @@ function filters.attr(v, args)
   return attributes.attribute(v, string_argument(args, {}, 1, "name") or raise "attr needs a name")
 end
 
--- Filters that treat Markup like other strings. All other filters would have to return Markup, which is not supported.
--- They raise an error for Markup.
+-- Filters that treat Markup like other strings. The filters that are not in this table would have to return Markup for
+-- Markup, which is not supported. Therefore these filters raise an error for Markup.
 local PLAIN = { safe = true, string = true, length = true, count = true, tojson = true, default = true, d = true,
   escape = true, e = true }
 for name, filter in pairs(filters) do

@@ -18,7 +18,7 @@ local function padded(piece, width, align, fill)
 end
 format.padded = padded
 
--- Formats a number with a conversion of C's printf: d, x, X, o, e, f, g and so on.
+-- Formats a number by a conversion of C's printf, such as d, x, X, o, e, f or g.
 local function converted(v, conversion, flags, precision)
   local x, is_float = values.number(v)
   if not x then raise("a number is required for format '%s', not %s", conversion, values.kind(v)) end
@@ -33,9 +33,9 @@ local function converted(v, conversion, flags, precision)
   return ("%" .. flags .. "." .. (precision or 6) .. conversion):format(x)
 end
 
---- Implements Python's % for strings.
+--- Implements Python's operator % for strings: returns pattern % value.
 ---@param pattern string|ps.chat.Text
----@param value any a value, a tuple of values, or a dict of named values
+---@param value any one value, a tuple of values, or a dict of named values
 ---@return string|ps.chat.Text
 function format.percent(pattern, value)
   local s, pieces, at, used = text.flat(pattern), {}, 1, 0
@@ -105,7 +105,7 @@ local function grouped(digits, separator)
   return whole .. rest
 end
 
--- Formats a value. `spec` is the specification after the colon in a field.
+-- Formats a value. `spec` is the text after the colon in a field, such as ">8.2f" in "{:>8.2f}".
 local function specified(v, spec)
   if spec == "" then return values.str(v) end
   local fill, align, rest = spec:match "^([^\128-\191][\128-\191]*)([<>^=])(.*)$"
@@ -140,8 +140,8 @@ local function specified(v, spec)
   return padded(piece, tonumber(width) or 0, align, fill)
 end
 
---- Implements Python's str.format. A field may be a number, a name or empty. Attributes and subscripts in a field raise
---- an error.
+--- Implements Python's str.format. A field may be a number ("{0}"), a name ("{x}") or empty ("{}"). A field with an
+--- attribute ("{x.y}") or a subscript ("{x[0]}") raises an error.
 ---@param pattern string|ps.chat.Text
 ---@param args any[]
 ---@param named table<string, any>
@@ -185,9 +185,9 @@ function format.braces(pattern, args, named)
   return text.concat(pieces)
 end
 
---- Implements Python's datetime.strftime. `when` is noon of a day, or another time.
+--- Implements Python's datetime.strftime.
 ---@param pattern string
----@param when integer seconds since 1970; they are formatted in local time, like os.date
+---@param when integer the time in seconds since 1970 (see chat.moment); it is formatted in local time, as by os.date
 ---@return string
 function format.date(pattern, when)
   return (pattern:gsub("%%(-?)(%a)", function(bare, c)

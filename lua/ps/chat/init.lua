@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Chat templates. A model's folder contains a Jinja template that turns a conversation into text, as transformers'
--- apply_chat_template does. `trained` also returns which bytes of the text the model has to produce.
+-- Chat templates. A model's folder contains a Jinja template that turns a conversation into text. `render` applies the
+-- template, like transformers' apply_chat_template. `trained` also returns which bytes of the text the model has to
+-- produce.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local json = require "ps.chat.json"
@@ -26,7 +27,7 @@ Template.__index = Template
 
 ---@class ps.chat.RenderOptions
 ---@field add_generation_prompt? boolean true: the text ends with the header of the model's next turn
----@field continue_final_message? boolean true: the text ends within the last message, which the model continues
+---@field continue_final_message? boolean true: the text ends inside the last message, so that the model continues it
 ---@field tools? table|string JSON schemas of the functions that the model can call, as a list of tables or as JSON
 ---@field documents? table|string documents for templates that use retrieval, as a list of tables or as JSON
 ---@field date? string "YYYY-MM-DD", for templates that print the date (default: today)
@@ -38,7 +39,7 @@ local RENDER = { add_generation_prompt = "boolean", continue_final_message = "bo
 
 local function checked_options(options, call) return caller.options(options, call, RENDER) end
 
--- The fields of a message that may contain its reasoning. The first one is the standard field.
+-- The fields of a message that may contain reasoning. reasoning_content is the standard field.
 local REASONING = { "reasoning_content", "thinking", "reasoning" }
 local REASONS = { reasoning_content = true, thinking = true, reasoning = true }
 
@@ -50,12 +51,13 @@ local function value_of(v, where)
   return error(("%s: not JSON: %s"):format(where, type(value) == "table" and value.json or tostring(value)))
 end
 
--- Roles that templates expect. Their names may be part of a special token, as in '<|' + role + '|>'.
+-- Roles that templates know. A template may make a special token from the name of a known role, as in
+-- '<|' + role + '|>'.
 local ROLES = { system = true, developer = true, user = true, assistant = true, tool = true, ["function"] = true,
   model = true, ipython = true, observation = true, environment = true, tool_response = true, ipynb = true }
 local ROLE_NAMES = caller.sorted_names(ROLES)
 
--- Returns a copy of a value in which all strings have a mark.
+-- Returns a copy of a value in which all strings have the given mark.
 local function marked(v, mark)
   if type(v) == "string" then return text.marked(v, mark) end
   local class = getmetatable(v)
@@ -71,7 +73,7 @@ local function marked(v, mark)
   return v
 end
 
--- Raises an error if messages are not a list of objects.
+-- Raises an error if `messages` is not a list of objects.
 local function check_messages(messages)
   if getmetatable(messages) ~= values.List then error "messages: it must be a list of messages" end
   if #messages == 0 then error "messages: the conversation has no message" end
@@ -82,8 +84,9 @@ local function check_messages(messages)
   end
 end
 
--- Returns the messages in the form for a template. Null fields are removed, and the reasoning also has its standard
--- name.
+-- Returns the messages as they are passed to a template. Fields that are null are removed. If a message contains
+-- reasoning under any of the names in REASONING, the result contains it as `thinking` and `reasoning_content`. If
+-- `track` is true, each string is marked with the index of its message.
 local function messages_of(messages, track)
   check_messages(messages)
   local all = {}
@@ -116,8 +119,8 @@ local function messages_of(messages, track)
   return values.list(all)
 end
 
---- Returns noon of a day in seconds since 1970. Without a date, returns the current time. Raises an error if the date
---- has another form or does not exist.
+--- Returns noon of the given day in seconds since 1970. Without a date, returns the current time. Raises an error if
+--- `date` does not have the form YYYY-MM-DD, or if there is no such day.
 ---@param date? string the day as YYYY-MM-DD
 ---@return integer
 function chat.moment(date)
@@ -149,7 +152,7 @@ local function range(args)
   return values.list(items)
 end
 
--- Returns a dict with the pairs in the arguments of a call, like Python's dict(...).
+-- Returns a dict of the arguments of a call, like Python's dict(...).
 local function pairs_of(args, named)
   local dict = values.dict()
   if args[1] ~= nil then
@@ -198,7 +201,8 @@ local function globals(when)
   }
 end
 
--- Returns the variables for a rendering.
+-- Returns the variables that a template can read: the global functions, the special tokens, the messages, the tools and
+-- documents, and options.variables. If `track` is true, strings from messages, tools and documents are marked.
 local function variables_of(messages, options, track)
   local vars = globals(chat.moment(options.date))
   for name, token in pairs(options.tokens or {}) do vars[name] = token end
@@ -212,8 +216,8 @@ local function variables_of(messages, options, track)
   return vars
 end
 
--- Raises an error of a template as a ps.Error. Its text is "NAME: MESSAGE" and contains the line of the script. Its
--- field `raised` is the message from the template.
+-- Raises a ps.Error for an error in a template. The text of the ps.Error is "NAME: MESSAGE" and contains the line of
+-- the script. Its field `raised` is the message from the template.
 local function raise(name, message)
   local _, said = pcall(error, ("%s: %s"):format(name, message))
   _G.error(setmetatable({ code = native.C.PS_EINVAL, name = "EINVAL", msg = said, where = "", raised = message },
@@ -235,8 +239,8 @@ end
 
 local TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
--- Appends a tag to the content of the last message, for continue_final_message. The rendered text is later truncated at
--- this tag. Returns the content without the tag.
+-- Appends a tag to the content of the last message, for continue_final_message: the caller renders the messages and
+-- then cuts the text off at the tag. Returns the content without the tag.
 local function tagged(messages)
   local last = messages[#messages]
   local content = values.get(last, "content")
@@ -285,10 +289,11 @@ end
 ---@return boolean
 function Template:reads_date() return self.source:find("strftime_now", 1, true) ~= nil end
 
--- Returns the header of the assistant's turn, or "" if there is none. There are three ways to find it, tried in this
--- order. It is the text that the template adds for add_generation_prompt after the user's last message. Or it is the
--- text that the template always writes at the end. Or it is the text that the template writes before the content of an
--- answer.
+-- Returns the header that begins a turn of the assistant, or "" if the template writes no header. Returns the first of
+-- these texts that is not empty:
+-- 1. the text that the template adds after the user's last message if add_generation_prompt is true
+-- 2. the text that the template always writes after the user's last message
+-- 3. the text that the template writes before the content of an answer
 local function generation_prompt(self, messages, options)
   local upto
   for i = #messages, 1, -1 do
@@ -302,7 +307,7 @@ local function generation_prompt(self, messages, options)
     return dict
   end
   local shown = values.list(upto and values.copied(messages, 1, upto)
-    or { said "user" })                                    -- the header is the same after all messages of the user
+    or { said "user" })                                    -- the header does not depend on the text of the message
   local function text_of(prompt)
     local vars = variables_of(shown, options, false)
     vars.add_generation_prompt = prompt
@@ -320,7 +325,7 @@ local function generation_prompt(self, messages, options)
   return answered and mask.header(rendered, #shown) or ""
 end
 
---- The names that `train_on` may have.
+--- The strings that are allowed as `train_on`.
 chat.TRAIN_ON = { assistant = true, last = true, all = true }
 
 -- Returns the roles of the messages.
@@ -334,9 +339,9 @@ local function roles_of(messages)
   return roles
 end
 
--- Raises an error if a role is probably misspelt. Such a role is not a standard role and does not occur in the
--- template, but its name is close to that of a standard role. Without this error, the template would write the role,
--- and the message would not be trained.
+-- Raises an error if a role is probably misspelt: it is not in ROLES and does not occur in the template, but its name
+-- is similar to a name in ROLES. Without this error, the template would print the misspelt role, and the message would
+-- not be trained.
 local function check_roles(self, roles)
   for i, role in ipairs(roles) do
     local meant = not ROLES[role] and not self.source:find(role, 1, true) and nearest.find(role, ROLE_NAMES)
@@ -346,8 +351,8 @@ local function check_roles(self, roles)
   end
 end
 
--- Returns a table in which the indices of messages with weight = 0 are true, or nil if there are none. `weight` is a
--- field in OpenAI's files for fine-tuning.
+-- Returns a table in which the index of each message with weight = 0 is a key with the value true. Returns nil if there
+-- is no such message. `weight` is a field in OpenAI's files for fine-tuning.
 local function unweighted(messages)
   local list
   for i, message in ipairs(messages) do
@@ -364,8 +369,8 @@ local function unweighted(messages)
   return list
 end
 
--- Returns the indices of the messages to train on. `roles` are the roles of all messages. The messages in `without` are
--- not trained.
+-- Returns the indices of the messages that are trained. `roles` lists the roles of all messages. `without` is a table
+-- from unweighted(): messages in this table are not trained.
 local function wanted_of(roles, train_on, without)
   local wanted = {}
   for i, role in ipairs(roles) do
@@ -380,14 +385,14 @@ end
 ---@class ps.chat.Rendered
 ---@field text string
 ---@field spans {[1]: integer, [2]: integer}[] first and last byte of each piece that the model has to produce
----@field message {[1]: integer, [2]: integer}[] first and last byte of each piece that is from a message, a tool or a
---- document
----@field roles {[1]: integer, [2]: integer, known: boolean}[] first and last byte of each role; known is true if
---- templates expect the role
+---@field message {[1]: integer, [2]: integer}[] first and last byte of each piece that was copied from a message, a
+--- tool or a document
+---@field roles {[1]: integer, [2]: integer, known: boolean}[] first and last byte of each role; known is true if the
+--- role is in ROLES
 ---@field dropped integer[] indices of the messages whose reasoning is not in the text
 
---- Renders a conversation. Returns its text, and the bytes that the model has to produce. In each turn of the
---- assistant, these are the bytes after the header, up to and including the token that ends the turn. They include
+--- Renders a conversation. Returns the text, and the ranges of bytes that the model has to produce. In each turn of the
+--- assistant, the model has to produce all bytes after the header, up to and including the token that ends the turn:
 --- reasoning, channels, calls and content.
 ---@param messages table|string the messages, as for render
 ---@param options? ps.chat.RenderOptions

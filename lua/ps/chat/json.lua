@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Converts JSON to values of a chat template and back. Unlike cjson, this keeps the order of keys, distinguishes 1 from
--- 1.0 and {} from [], and keeps whole numbers of any size. It writes the same text as Python's json.dumps.
+-- Converts JSON to values of a chat template and back. Unlike cjson, this module keeps the order of keys, distinguishes
+-- 1 from 1.0 and {} from [], and keeps all digits of whole numbers. It writes the same text as Python's json.dumps.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local characters = require "ps.chat.characters"
@@ -13,9 +13,10 @@ local LARGEST = 2 ^ 53
 local ESCAPES = { ['"'] = '"', ["\\"] = "\\", ["/"] = "/", b = "\b", f = "\f", n = "\n", r = "\r", t = "\t" }
 local WORDS = { ["true"] = true, ["false"] = false, null = values.NONE }
 
--- Creates the value of an error at byte `at` of a text. Its field `json` is a message with the line and the position in
--- the line. Its field `in_line` is a message with only the position in the line. `repeated` is true if an object has a
--- key twice.
+-- Creates the error table for an error at byte `at` of a text. Its fields are:
+--   json      a message that contains the line and the position in the line
+--   in_line   a message that contains only the position in the line
+--   repeated  true if the error is that an object has a key twice
 local function problem_at(s, at, why, ...)
   local before = s:sub(1, at - 1)
   local _, n = before:gsub("\n", "")
@@ -125,7 +126,7 @@ function read(s, at, depth)
   return read_number(s, at)
 end
 
---- Decodes a JSON text. An error is a table. Its field `json` is a message with the line.
+--- Decodes a JSON text. If the text is not valid, raises a table whose field `json` is a message.
 ---@param s string
 ---@return any
 function json.decode(s)
@@ -214,7 +215,7 @@ end
 --- Encodes a value as JSON. The text is the same as that of Python's json.dumps.
 ---@param v any
 ---@param options? {ensure_ascii?: boolean, indent?: string, comma?: string, colon?: string, sort_keys?: boolean}
---- indent: the text by which each level is indented; without it the JSON is a single line
+--- indent: the text by which each level is indented; without `indent` the JSON is a single line
 ---@return string|ps.chat.Text
 function json.encode(v, options)
   options = options or {}

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small letters, capital letters and classes of characters in all scripts, with the rules of Python's string methods.
+-- Converts strings to upper and lower case and classifies characters, by the rules of Python's string methods. All
+-- scripts of Unicode are supported.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 
@@ -7,8 +8,8 @@ local letters = {}
 
 local CHARACTER, utf8, category = characters.PATTERN, characters.utf8, characters.category
 
--- Characters whose upper-case form has several characters. A row is the code point and the code points of its
--- upper-case form.
+-- Characters whose upper-case form consists of several characters. Each row lists the code point of a character,
+-- followed by the code points of its upper-case form.
 local LONG = {}
 for _, row in ipairs { { 0xdf, 0x53, 0x53 }, { 0x149, 0x2bc, 0x4e }, { 0x1f0, 0x4a, 0x30c }, { 0x390, 0x3aa, 0x301 },
   { 0x3b0, 0x3ab, 0x301 }, { 0x587, 0x535, 0x552 }, { 0xfb00, 0x46, 0x46 }, { 0xfb01, 0x46, 0x49 },
@@ -97,8 +98,8 @@ function letters.capitalize(v)
     letters.lower(text.sub(v, #first + 1, #text.flat(v))) }
 end
 
---- Implements Python's str.title. It capitalizes the first letter of each word. A word ends at any character that is
---- not a letter.
+--- Implements Python's str.title: capitalizes the first letter of each word. Each character that is neither an
+--- upper-case nor a lower-case letter ends a word.
 ---@param v string|ps.chat.Text
 ---@return string|ps.chat.Text
 function letters.title(v)

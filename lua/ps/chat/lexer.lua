@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Divides a chat template into tokens. It uses two settings of Jinja that transformers uses, too. trim_blocks removes
--- the newline after a block. lstrip_blocks removes the spaces between the start of a line and a block.
+-- Divides a chat template into tokens. As in transformers, two settings of Jinja are always on. trim_blocks removes the
+-- newline after a block. lstrip_blocks removes the spaces between the start of a line and a block.
 local characters = require "ps.chat.characters"
 local text = require "ps.chat.text"
 
@@ -28,7 +28,7 @@ local SIMPLE = { n = "\n", t = "\t", r = "\r", a = "\a", b = "\b", f = "\f", v =
   ['"'] = '"', ["\n"] = "" }
 local HEX = { x = 2, u = 4, U = 8 }
 
--- Replaces the escape sequences of Python in a string.
+-- Replaces Python's escape sequences, such as \n, in a string.
 local function unescape(s, line)
   local parts, at = {}, 1
   while true do
@@ -57,7 +57,7 @@ local function unescape(s, line)
   return table.concat(parts)
 end
 
--- Returns the position after the characters that match Python's \s, starting at position `at`.
+-- Returns the position of the first character at or after `at` that does not match Python's \s.
 local function spaces(s, at)
   while true do
     local c = s:match("^[^\128-\191][\128-\191]*", at)
@@ -78,8 +78,8 @@ function lexer.tokens(source)
   end
   local function add(kind, value) tokens[#tokens + 1] = { type = kind, value = value, line = line } end
 
-  -- Adds the template's text before a tag. `sign` is "-", "+" or "", as written in the tag. `block` is false if the tag
-  -- prints a value.
+  -- Adds the text between `at` and a tag that begins at `to`. `sign` is "-", "+" or "", as written in the tag. `block`
+  -- is true for {% and false for {{.
   local function data(to, sign, block)
     local part = s:sub(at, to - 1)
     if sign == "-" then part = text.strip(part, nil, false, true)
@@ -92,7 +92,7 @@ function lexer.tokens(source)
     advance(to)
   end
 
-  -- Processes the end of a tag. Skips the text after it that the tag's sign or the settings remove.
+  -- Processes the end of a tag. Then skips the spaces after the tag that its sign or trim_blocks removes.
   local function finish(to, sign, block)
     local after = to
     if sign == "-" then after = spaces(s, to)

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Finds the bytes of a rendered conversation that the model has to produce. If the template marks them by generation
--- blocks, they are the bytes of these blocks. Otherwise they are determined by the source of each byte. A turn of the
--- assistant is the text that the template writes while it processes the assistant's message. The turn begins with a
--- header. The template writes the same header as the generation prompt, so the model does not produce it. The model
--- produces the rest of the turn, up to and including the token that ends the turn.
+-- Finds the bytes of a rendered conversation that the model has to produce. If the template contains generation blocks,
+-- the model has to produce the bytes of these blocks. Otherwise the bytes are found by the marks of the rendered text,
+-- which say where each byte comes from. A turn of the assistant is the text that the template writes while it processes
+-- a message of the assistant. The turn begins with a header. The model does not produce the header, because the
+-- template writes the same text as the generation prompt. The model produces the rest of the turn, up to and including
+-- the token that ends the turn.
 local text = require "ps.chat.text"
 
 local mask = {}
@@ -11,15 +12,15 @@ local mask = {}
 ---@class ps.chat.Turn
 ---@field first integer first byte of the turn
 ---@field last integer last byte of the turn
----@field from integer first byte that is from the message, or nil if there is none
----@field upto integer last byte that is from the message, or 0 if there is none
----@field parts {[1]: integer, [2]: integer}[] ranges of the turn's bytes, without the turns of other messages in it
----@field over? boolean true if the turn of another message has begun
+---@field from integer first byte that is copied from the message, or nil if no byte is
+---@field upto integer last byte that is copied from the message, or 0 if no byte is
+---@field parts {[1]: integer, [2]: integer}[] the turn's bytes as ranges; the turns of other messages lie between them
+---@field over? boolean true if the turn has ended, because the turn of another message has begun
 ---@field stranger? integer index of another message whose bytes the template writes in this turn
 
--- Returns the turns of a rendering by message index. A turn is the text that the template wrote while it processed the
--- message. If no loop and no macro processed the message, the turn is the bytes that are from the message. A turn ends
--- when the turn of another message begins.
+-- Returns the turns of a rendering by message index. A turn is the text that the template wrote while a loop or a macro
+-- processed the message. If no loop and no macro processed the message, its turn consists of the bytes that are copied
+-- from the message. A turn ends when the turn of another message begins.
 ---@return table<integer, ps.chat.Turn>
 local function turns_of(rendered)
   local owned, turns, open = {}, {}, {}                    -- open: the turns that have begun and have not ended
@@ -49,17 +50,18 @@ local function tail_of(rendered)
   return tail
 end
 
--- Returns the length of the longest prefix of a generation prompt that has at most n bytes and does not end within a
--- word.
+-- Returns the length of a prefix of a generation prompt. The prefix is the longest one that has at most n bytes and
+-- does not end inside a word.
 local function whole_words(prompt, n)
   while n > 0 and not prompt:find("^[%s>%]:]", n) do n = n - 1 end
   return n
 end
 
--- Returns the position of the first byte of a turn after its header. The header is the last occurrence of the
--- generation prompt before the bytes that are from the message. If the whole prompt does not occur there, the header is
--- the longest prefix of the prompt that does. The header may begin before the turn. A turn may have no header, for
--- example after the results of a tool. Such a turn begins with the bytes that are from the message.
+-- Returns the position of the first byte after the header of a turn. The header is the last occurrence of the
+-- generation prompt before the bytes that are copied from the message. If the whole prompt does not occur there, the
+-- longest prefix of the prompt that occurs is used. The header may begin before the turn. A turn may have no header,
+-- for example after the results of a tool. For a turn without a header, returns the position of the first byte that is
+-- copied from the message.
 local function after_header(s, turn, prompt)
   local stop = (turn.from or turn.last + 1) - 1            -- the header ends here or earlier
   local n = #prompt
@@ -73,12 +75,12 @@ local function after_header(s, turn, prompt)
   return prompt ~= "" and turn.from or turn.first
 end
 
--- Returns the bytes of a turn before those that are from the message.
+-- Returns the text of a turn before the first byte that is copied from the message.
 local function header_of(s, turn) return s:sub(turn.first, (turn.from or turn.last + 1) - 1) end
 
--- Returns the text between turn i and the header of the next turn, or nil if there is none. This text ends turn i. The
--- length of the header is not known at this place. It is taken from another turn of the same role that follows another
--- role.
+-- Returns the text that ends turn i if the template writes it at the beginning of the next turn, or nil if there is no
+-- such text. The text lies between turn i and the header of the next turn. The header is found in another turn: one
+-- that has the role of the next turn, but follows a turn of another role than turn i.
 local function closing(s, turns, roles, i)
   local turn, after = turns[i], nil
   for k, other in pairs(turns) do if other.first == turn.last + 1 then after = k end end
@@ -95,10 +97,12 @@ local function closing(s, turns, roles, i)
   return n > 0 and all:sub(n + 1) == header and all:sub(1, n):match "^(.*%S)" or nil
 end
 
--- Returns the position of the last byte of the token that ends a turn. If the template wrote text after the bytes that
--- are from the message, it is the last byte of the turn that is not a space. Otherwise the token is not in the turn.
--- Then it is the end token that follows the turn directly, or the text `closed_by` in the next turn, or the text at the
--- end of the rendering.
+-- Returns the position of the last byte of the text that ends a turn. If the template wrote text in the turn after the
+-- bytes that are copied from the message, this is the last byte of the turn that is not a space. Otherwise the text
+-- that ends the turn follows the turn. It is the first of these that exists:
+-- 1. `end_token`, if it follows the turn directly
+-- 2. `closed_by`, which begins the next turn
+-- 3. the text that follows all turns
 local function turn_end(s, turn, end_token, tail, closed_by)
   local last = turn.last
   while last > turn.upto and s:find("^%s", last) do last = last - 1 end
@@ -114,7 +118,7 @@ local function turn_end(s, turn, end_token, tail, closed_by)
   return math.max(last, turn.last)
 end
 
--- Appends a range of bytes to the spans. If it is adjacent to the last span, extends that span.
+-- Appends a range of bytes to the spans. If the range directly follows the last span, extends the last span instead.
 local function add(spans, first, last)
   if last < first then return end
   if #spans > 0 and spans[#spans][2] == first - 1 then spans[#spans][2] = last
@@ -127,9 +131,9 @@ end
 ---@param prompt string the text that the template writes for add_generation_prompt
 ---@param end_token? string
 ---@param roles string[] the roles of all messages
----@return {[1]: integer, [2]: integer}[]? spans nil if a turn contains bytes of another message
----@return integer? turn index of the message of such a turn
----@return integer? stranger index of the other message
+---@return {[1]: integer, [2]: integer}[]? spans nil if a turn contains bytes that are copied from another message
+---@return integer? turn only if spans is nil: index of the turn's message
+---@return integer? stranger only if spans is nil: index of the other message
 function mask.spans(rendered, wanted, prompt, end_token, roles)
   local s, spans, tail = text.flat(rendered), {}, tail_of(rendered)
   local turns = turns_of(rendered)
@@ -147,7 +151,7 @@ function mask.spans(rendered, wanted, prompt, end_token, roles)
   return spans
 end
 
---- Returns the bytes of generation blocks, or nil if the rendering has none.
+--- Returns the ranges of bytes that generation blocks wrote, or nil if there are no such bytes.
 ---@param rendered string|ps.chat.Text
 ---@param wanted? integer[] restricts the result to bytes that the template writes for the messages with these indices
 ---@return {[1]: integer, [2]: integer}[]?
@@ -160,8 +164,8 @@ function mask.generated(rendered, wanted)
   return spans[1] and spans
 end
 
---- Returns the text that a template writes for a message before the bytes that are from the message. Returns "" if
---- there is only space.
+--- Returns the text that a template writes in a message's turn before the first byte that is copied from the message.
+--- Returns "" if this text consists of spaces.
 ---@param rendered string|ps.chat.Text
 ---@param i integer index of the message
 ---@return string
@@ -171,7 +175,7 @@ function mask.header(rendered, i)
   return header:find "%S" and header or ""
 end
 
---- Returns the text of a rendering after all messages.
+--- Returns the text of a rendering after the turns of all messages.
 ---@param rendered string|ps.chat.Text
 ---@return string
 function mask.tail(rendered)
@@ -180,13 +184,13 @@ function mask.tail(rendered)
 end
 
 --- Returns the text that a template appends for add_generation_prompt.
----@param with string
----@param without string
+---@param with string the rendering with add_generation_prompt
+---@param without string the rendering without add_generation_prompt
 ---@return string
 function mask.prompt(with, without)
   local n = 0
   while n < #without and with:byte(n + 1) == without:byte(n + 1) do n = n + 1 end
-  -- without add_generation_prompt, the template writes another ending, such as an end token
+  -- Without add_generation_prompt, the template may write another text at the end, such as an end token.
   if n < #without then n = whole_words(with, n) end
   return with:sub(n + 1)
 end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The methods of strings, lists and dicts in a chat template. They have the same meaning as in Python. A method is a
--- function of the value, a list of the positional arguments, and the named arguments.
+-- The methods of strings, lists and dicts in a chat template. The methods do the same as in Python. A method is a
+-- function with three parameters: the value, a list of the positional arguments, and a table of the named arguments.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 local values = require "ps.chat.values"
@@ -28,7 +28,7 @@ local function split(from_right)
 end
 str.split, str.rsplit = split(false), split(true)
 
--- Line separators with several bytes, and their sizes in bytes.
+-- Line separators that consist of several bytes, and their sizes in bytes.
 local WIDE = { ["\194\133"] = 2, ["\226\128\168"] = 3, ["\226\128\169"] = 3 }
 
 function str.splitlines(v, args, named)
@@ -115,7 +115,7 @@ function str.islower(v)
   return text.flat(letters.lower(s)) == s and text.flat(letters.upper(s)) ~= s
 end
 
--- Returns the position of a piece in a string, in code points, or nil if the string does not contain it.
+-- Returns the position of a piece in the string v, counted in code points, or nil if v does not contain the piece.
 local function find(v, args, from_right)
   local s, piece = text.flat(v), args[1]
   if not text.is(piece) then raise("must be str, not %s", values.kind(piece == nil and values.NONE or piece)) end
@@ -155,7 +155,7 @@ local function partition(from_right)
     local separator = string_argument(args, named, 1, "sep") or raise "partition() takes exactly one argument"
     if separator == "" then raise "empty separator" end
     local parts = text.split(v, separator, 1, from_right)
-    if #parts == 2 then                                    -- the separator with its marks in the string
+    if #parts == 2 then                                    -- the middle item is the separator as it is marked in v
       local n = #text.flat(parts[1])
       return values.tuple { parts[1], text.sub(v, n + 1, n + #separator), parts[2] }
     end
@@ -234,7 +234,7 @@ function dict.copy(v)
   return copy
 end
 
--- Methods that change a value. They raise an error, as in Jinja's immutable sandbox.
+-- Creates a method that would change a value in Python. Calling it raises an error, as in Jinja's immutable sandbox.
 local function refused(name)
   return function()
     return raise("access to attribute '%s' is unsafe: values cannot be changed in a chat template", name)

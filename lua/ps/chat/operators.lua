@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Python's operators for the values of a chat template. The key is the operator's sign.
+-- Python's operators for the values of a chat template. operators["+"](a, b) returns a + b.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local format = require "ps.chat.format"
@@ -9,7 +9,8 @@ local operators = {}
 
 local LARGEST = 2 ^ 53
 
--- Converts a number to a template value, which is a whole number or a float.
+-- Converts the result of an arithmetic operator to a template value: a float if `is_float` is true, and otherwise a
+-- whole number.
 local function result(x, is_float)
   if is_float then return values.float(x) end
   if math.abs(x) > LARGEST then values.refuse "a whole number over 2^53" end

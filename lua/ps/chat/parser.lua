@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Parses the subset of Jinja that chat templates use. A node is a table with its kind, its line and its parts. A
--- construct outside this subset raises an error with the construct and its line.
+-- Parses the subset of Jinja that chat templates use. The result is a list of nodes. A node is a table that contains
+-- the kind of the node, its line, and its parts. If the template contains a construct that is not in this subset, the
+-- parser raises an error with the construct and its line.
 local lexer = require "ps.chat.lexer"
 local values = require "ps.chat.values"
 local fail = lexer.fail
@@ -79,7 +80,8 @@ function Parser:conditional()
   return node
 end
 
--- Returns a function that parses left-associative operators of one precedence.
+-- Returns a function that parses a chain of left-associative operators with the same precedence. `inner` is the name of
+-- the method that parses an operand.
 local function left(operators, inner, kind)
   return function(self)
     local node = self[inner](self)
@@ -177,7 +179,8 @@ function Parser:primary()
   return node
 end
 
--- Parses an expression, or a tuple of expressions between commas. If `empty` is true, "()" is also a tuple.
+-- Parses an expression, or a tuple of expressions that are separated by commas. If `empty` is true, the tuple may have
+-- no items.
 function Parser:tuple(with_conditional, empty)
   local line, items, is_tuple = self:peek().line, {}, false
   local function ends()
@@ -218,7 +221,7 @@ function Parser:subscript()
   return parts[1] or fail(line, "an empty subscript")
 end
 
--- Parses the arguments of a call. The "(" was read before.
+-- Parses the arguments of a call. The caller has already read the "(".
 function Parser:arguments()
   local args = { positional = {}, named = {} }
   while not self:is("op", ")") do
@@ -259,8 +262,8 @@ function Parser:postfix(node)
   end
 end
 
--- Parses a filter. The "|" was read before. If self.soft is true, an unknown name is an error only when the filter is
--- called.
+-- Parses a filter. The caller has already read the "|". If self.soft is true, the filter's name may be unknown: an
+-- error is raised only when the filter is called.
 function Parser:filter(node)
   local token = self:expect "name"
   local filter = { kind = "filter", line = token.line, name = token.value, value = node, soft = self.soft }
@@ -300,8 +303,8 @@ function Parser:filters(node)
   end
 end
 
--- Parses the target of `set` or `for`. It is a name, several names between commas or, if `namespaces` is true, a field
--- of a namespace.
+-- Parses the target of `set` or `for`: a name, or several names that are separated by commas. If `namespaces` is true,
+-- the target may also be a field of a namespace.
 function Parser:target(namespaces)
   local line, names, several = self:peek().line, {}, false
   local parens = self:skip("op", "(")
@@ -360,7 +363,7 @@ STATEMENTS["if"] = function(self, line)
   return node
 end
 
--- Parses the parameters of a macro. The "(" was read before.
+-- Parses the parameters of a macro. The caller has already read the "(".
 function Parser:parameters(node)
   node.names, node.defaults = {}, {}
   while not self:is("op", ")") do
@@ -441,8 +444,8 @@ STATEMENTS.print = function(self, line)
   return { kind = "print", line = line, value = self:tuple(true) }
 end
 
--- Parses statements up to a block whose name is in `ends`, and reads that name. Also reads the "%}" of the block,
--- unless the name is `else` or `elif`.
+-- Parses statements up to a block whose name is in `ends`, such as `endif`. Then reads the "{%" and the name of this
+-- block. Also reads its "%}", unless the name is `else` or `elif`.
 ---@return table[] nodes
 ---@return string? word name of the block, or nil at the end of the template
 function Parser:body(ends)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Jinja's tests (`x is NAME`). A test is a function of a value and a list of arguments.
+-- Jinja's tests, as in `x is NAME`. A test is a function with two parameters: the value and a list of arguments.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local operators = require "ps.chat.operators"

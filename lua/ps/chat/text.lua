@@ -1,12 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Strings of a chat template that record the origin of each byte. A plain Lua string is from the template. A Text is a
--- string in segments, and each segment has a mark. The mark says from which message the segment is, or it was made by a
--- caller. All functions in this file accept both kinds. They return a plain string if no byte has a mark. Positions are
--- in bytes unless the function's description says code points.
+-- The strings of a chat template. They record where each byte comes from. A string is one of two kinds. A plain Lua
+-- string contains only bytes that the template wrote. A ps.chat.Text is a string that is divided into segments. Each
+-- segment has a mark, which says, for example, from which message the segment was copied. All functions in this file
+-- accept both kinds, and return a plain string if no byte has a mark. Positions count bytes, unless the description of
+-- a function says code points.
 local text = {}
 
--- Limits that keep a template from using all memory: the size of a string in bytes, the size in bytes of a string whose
--- characters are listed, and the number of parts into which a string is split.
+-- Limits that keep a template from using all memory:
+--   text.LARGEST  the size of a string in bytes
+--   LISTED        the size in bytes of a string from which a list of its code points is made
+--   PARTS         the number of parts into which a string is split
 text.LARGEST = 64 * 1024 * 1024
 local LISTED, PARTS = 16 * 1024 * 1024, 1000000
 
@@ -14,13 +17,13 @@ local function too_much(what, n, most)
   error({ chat_template = ("%s: %d; the limit is %d"):format(what, n, most) }, 0)
 end
 
--- The limit for the work of a rendering, in steps. One step is counted for each statement, each iteration of a loop,
--- each call, and each item of a list that is read or compared. One step is also counted for each BYTES bytes of a
--- string. Only one rendering runs at a time.
+-- STEPS limits the work of a rendering. The work is counted in steps: one step for each statement, each iteration of a
+-- loop, each call, each item of a list that is read or compared, and each BYTES bytes of a string. The counter is a
+-- global variable of this module, because only one rendering runs at a time.
 local STEPS, BYTES = 20e6, 32
 local steps = -math.huge                                   -- steps are not limited outside of a rendering
 
---- Calls fn(...) and counts the steps of its work, like those of a rendering.
+--- Calls fn(...) as a rendering: its work is counted and limited.
 ---@param fn fun(...): any
 ---@param ... any
 ---@return boolean ok
@@ -32,7 +35,7 @@ function text.counted(fn, ...)
   return ok, result
 end
 
---- Counts steps of work. If there are too many, raises an error of the template.
+--- Adds n steps to the work of the current rendering. If the work exceeds STEPS, raises an error of the template.
 ---@param n number
 function text.work(n)
   steps = steps + n
@@ -42,7 +45,8 @@ function text.work(n)
 end
 local work = text.work
 
---- Counts the work of reading a value: one step, and one step for each item or for each BYTES bytes.
+--- Counts the work of reading a value: one step, plus one step for each item of a list or dict, or for each BYTES bytes
+--- of a string.
 ---@param value any
 function text.charge(value)
   local n = 0
@@ -54,9 +58,10 @@ end
 ---@class ps.chat.Text
 ---@field s string the bytes of the string
 ---@field to integer[] position of each segment's last byte
----@field mark table[]|false[] mark of each segment, which says its origin; false if the template wrote the segment
----@field safe? boolean true if the filter `safe` created the string. As in Jinja, other strings are escaped for HTML
---- when they are appended to it.
+---@field mark table[]|false[] mark of each segment, which says where the segment comes from; false if the template
+--- wrote the segment
+---@field safe? boolean true if the filter `safe` created the string. As in Jinja, a string that is appended to a safe
+--- string is escaped for HTML, unless the appended string is safe too.
 local Text = {}
 Text.__index = Text
 
@@ -96,7 +101,7 @@ function text.mark(mark, field, value)
   return new
 end
 
---- Converts a string to Markup, Jinja's type for strings that are not escaped.
+--- Converts a string to Markup, Jinja's type for strings that must not be escaped for HTML.
 ---@param value string|ps.chat.Text
 ---@return ps.chat.Text
 function text.markup(value)
@@ -122,7 +127,8 @@ function text.escaped(value)
   return text.map(value, function(s) return (s:gsub("[&<>\"']", ENTITIES)) end)
 end
 
---- Calls fn(first, last, mark) for each segment of a string. `first` and `last` are the positions of its bytes.
+--- Calls fn(first, last, mark) for each segment of a string. `first` and `last` are the positions of the segment's
+--- first and last byte.
 ---@param value string|ps.chat.Text
 ---@param fn fun(first: integer, last: integer, mark: table|false)
 function text.each(value, fn)
@@ -172,7 +178,7 @@ function text.rep(value, n)
   return text.concat(pieces)
 end
 
---- Returns a string with the same bytes. change(mark) determines the new mark of each segment.
+--- Returns a copy of a string with other marks. The new mark of each segment is change(old mark).
 ---@param value string|ps.chat.Text
 ---@param change fun(mark: table|false): table|false
 ---@return string|ps.chat.Text
@@ -225,7 +231,7 @@ function text.map(value, fn)
   return text.concat(pieces)
 end
 
---- Returns the positions of the first bytes of all code points, and then the position after the last byte.
+--- Returns a list of the positions at which the code points of a string begin. The last item of the list is #s + 1.
 ---@param s string valid UTF-8
 ---@return integer[]
 function text.points(s)
@@ -248,8 +254,8 @@ function text.length(value)
   return n
 end
 
---- Returns every `step`-th code point, starting at `first` and ending before `last`. Code points are counted from 0.
---- `step` must not be 0.
+--- Returns the code points first, first + step, first + 2 * step and so on, up to but not including `last`. Code points
+--- are counted from 0. `step` must not be 0.
 ---@param value string|ps.chat.Text
 ---@param first integer
 ---@param last integer
@@ -269,7 +275,7 @@ function text.slice(value, first, last, step)
   return text.concat(pieces)
 end
 
--- Returns the set of code points that `strip` removes.
+-- Returns the set of code points that `strip` removes: the code points of `chars`, or spaces if `chars` is nil.
 local function set_of(chars)
   if not chars then return SPACES end
   local set = {}
@@ -300,16 +306,16 @@ function text.strip(value, chars, left, right)
   return text.sub(value, first, last)
 end
 
---- Returns whether Python considers a code point a space.
+--- Returns whether a code point is a space by the rules of Python's str.isspace.
 ---@param c string the code point in UTF-8
 ---@return boolean
 function text.is_space(c) return SPACES[c] == true end
 
 --- Splits a string at separators, like str.split and str.rsplit of Python.
 ---@param value string|ps.chat.Text
----@param separator? string the separator. If it is nil, runs of spaces separate the parts, and empty parts are omitted.
+---@param separator? string the separator; if it is nil, runs of spaces separate the parts, and empty parts are omitted
 ---@param limit integer maximum number of splits, or -1 for no limit
----@param from_right? boolean
+---@param from_right? boolean true: if there are more separators than `limit`, splits at the last ones, like str.rsplit
 ---@return (string|ps.chat.Text)[]
 function text.split(value, separator, limit, from_right)
   local s, cuts = text.flat(value), {}                     -- cuts: {first byte, last byte} of each separator
@@ -321,7 +327,7 @@ function text.split(value, separator, limit, from_right)
       cuts[#cuts + 1], at = { first, last }, last + 1
       if #cuts > PARTS then too_much("parts of a split string", #cuts, PARTS) end
     end
-    if from_right and limit >= 0 then                      -- separators may overlap, so search again from the right
+    if from_right and limit >= 0 then                      -- separators may overlap: search again, from the right
       cuts = {}
       local till = #s
       while #cuts < limit do

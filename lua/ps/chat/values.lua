@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The values of a chat template. They have the same meaning as in Python. Booleans are Lua's booleans, whole numbers
--- are Lua numbers, and strings are those of text.lua. This file has a class for each other kind of value. Whole numbers
--- over 2^53 keep all their digits. They can be printed and compared, but not used in arithmetic.
+-- The values of a chat template. They behave like the values of Python. A boolean is a Lua boolean, a whole number is a
+-- Lua number, and a string is a string of text.lua. This file defines a class for every other kind of value. A whole
+-- number over 2^53 is an object of the class Big, which keeps all digits. It can be printed and compared, but not used
+-- in arithmetic.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 
@@ -10,16 +11,16 @@ local values = {}
 local NONE = setmetatable({}, { __tostring = function() return "None" end })
 values.NONE = NONE
 
----@class ps.chat.List items with the indices 1, 2, ...
+---@class ps.chat.List items at the indices 1, 2, ...
 local List = { kind = "list" }
----@class ps.chat.Tuple items with the indices 1, 2, ...
+---@class ps.chat.Tuple items at the indices 1, 2, ...
 local Tuple = { kind = "tuple" }
----@class ps.chat.Iterator items for a loop, with the indices 1, 2, ...; subscripts cannot read them
----@field kind string name of its class in Python
+---@class ps.chat.Iterator items at the indices 1, 2, ...; a template can loop over them, but cannot use subscripts
+---@field kind string name of the iterator's class in Python
 ---@field sized boolean true if the iterator has a length
 local Iterator = {}
----@class ps.chat.Dict keys in the order of insertion
----@field keys any[]
+---@class ps.chat.Dict keys and their values
+---@field keys any[] the keys in the order of insertion
 ---@field map table<string|number|boolean, any>
 local Dict = { kind = "dict" }
 ---@class ps.chat.Float
@@ -29,7 +30,7 @@ local Float = { kind = "float" }
 ---@field digits string
 local Big = { kind = "int" }
 ---@class ps.chat.Undefined
----@field message string the error that is raised when the value is used
+---@field message string text of the error that is raised when the template uses the value
 local Undefined = { kind = "undefined" }
 ---@class ps.chat.Namespace
 ---@field map table<string, any>
@@ -74,7 +75,7 @@ function values.big(digits) return setmetatable({ digits = digits }, Big) end
 function values.dict() return setmetatable({ keys = {}, map = {} }, Dict) end
 ---@return ps.chat.Namespace
 function values.namespace() return setmetatable({ map = {} }, Namespace) end
----@param message string the error that is raised when the value is used
+---@param message string text of the error that is raised when the template uses the value
 ---@return ps.chat.Undefined
 function values.undefined(message) return setmetatable({ message = message }, Undefined) end
 ---@param name string
@@ -82,7 +83,7 @@ function values.undefined(message) return setmetatable({ message = message }, Un
 ---@return ps.chat.Callable
 function values.callable(name, call) return setmetatable({ name = name, call = call }, Callable) end
 
---- Raises an error with the message of Python or of the template. A template cannot catch this error.
+--- Raises an error of a template, usually with the message that Python has for it. A template cannot catch this error.
 ---@param message string
 ---@param ... any arguments for the format in `message`
 function values.raise(message, ...)
@@ -99,7 +100,7 @@ function values.refuse(message, ...)
   error({ unsupported = message }, 0)
 end
 
---- Returns a value, and raises an error if it is undefined.
+--- Returns its argument. Raises an error if the argument is an undefined value.
 ---@generic V
 ---@param v V
 ---@return V
@@ -121,7 +122,7 @@ function values.kind(v)
 end
 local kind = values.kind
 
---- Returns items `first` to `last` of a list in a new Lua table. Unlike unpack, it accepts lists of any length.
+--- Returns a new Lua table with items `first` to `last` of a list. The list may have any length, unlike with unpack.
 ---@param items any[]
 ---@param first? integer the first item (default 1)
 ---@param last? integer the last item (default: the number of items)
@@ -132,12 +133,12 @@ function values.copied(items, first, last)
   return copy
 end
 
---- Returns an argument of a filter or method. The call passes it by position or by name.
----@param args any[]
----@param named table<string, any>
----@param i integer
----@param name string
----@param default any the result if the call does not pass the argument
+--- Returns an argument of a filter or method. The template may pass the argument by position or by name.
+---@param args any[] the positional arguments
+---@param named table<string, any> the named arguments
+---@param i integer position of the argument
+---@param name string name of the argument
+---@param default any the result if the template does not pass the argument
 ---@return any
 function values.argument(args, named, i, name, default)
   local v = args[i]
@@ -146,7 +147,7 @@ function values.argument(args, named, i, name, default)
   return v
 end
 
---- Returns the bytes of an argument of a filter or method. The argument must be a string.
+--- Returns an argument of a filter or method as a Lua string. Raises an error if the argument is not a string.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
@@ -160,7 +161,7 @@ function values.string_argument(args, named, i, name, default)
   return text.flat(v)
 end
 
---- Returns an argument of a filter or method. The argument must be a whole number.
+--- Returns an argument of a filter or method. Raises an error if the argument is not a whole number.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
@@ -177,8 +178,8 @@ function values.whole_argument(args, named, i, name, default)
   return v
 end
 
---- Returns a number as a Lua number, and a boolean as 0 or 1. Returns nil for other values, which arithmetic does not
---- accept.
+--- Converts a value to a Lua number. A boolean becomes 0 or 1. Returns nil for a value that cannot be used in
+--- arithmetic.
 ---@param v any
 ---@return number? x
 ---@return boolean is_float
@@ -189,8 +190,9 @@ function values.number(v)
   return nil, false
 end
 
---- Returns the Lua key for a key of a dict. For a string it is derived from the bytes without marks, and for a number
---- it is the number.
+--- Returns the key of Dict.map for a key of a dict. For a string, this is "s" followed by the string's bytes, so that
+--- marks have no effect. For a number, it is the number. For None and tuples, it is a text that does not begin with
+--- "s".
 ---@param key any
 ---@return string|number
 local function place(key)
@@ -221,7 +223,7 @@ function values.set(dict, key, value)
   dict.map[at] = value
 end
 
---- Returns whether Python considers a value true.
+--- Returns whether a value is true as a condition in Python.
 ---@param v any
 ---@return boolean
 function values.truth(v)
@@ -265,7 +267,8 @@ function values.equal(a, b)
   return class == Big and a.digits == b.digits
 end
 
--- Returns whether a < b, for whole numbers over 2^53. Compares their signs, lengths and digits.
+-- Returns whether a < b, where a or b is a whole number over 2^53. Compares the signs, then the lengths, then the
+-- digits.
 local function big_less(a, b)
   local function parts(v)
     local digits = type(v) == "number" and ("%d"):format(v) or v.digits
@@ -279,7 +282,7 @@ local function big_less(a, b)
   return da ~= db and (da < db) ~= na
 end
 
---- Implements Python's < for numbers, strings and lists. `operator` is the operator's sign in the error.
+--- Implements Python's < for numbers, strings and lists. `operator` is the sign that an error contains, such as ">".
 ---@param a any
 ---@param b any
 ---@param operator? string
@@ -302,8 +305,8 @@ function values.less(a, b, operator)
   return raise("'%s' not supported between instances of '%s' and '%s'", operator or "<", kind(a), kind(b))
 end
 
--- Implements Python's repr for a float. The text has the smallest number of digits that represents this float exactly
--- when it is read.
+-- Implements Python's repr for a float. The result has as few digits as possible, but enough that reading it returns
+-- the same float.
 local function float_text(x)
   if x ~= x then return "nan" end
   if x == math.huge then return "inf" elseif x == -math.huge then return "-inf" end
@@ -329,7 +332,8 @@ end
 values.float_text = float_text
 
 local SHORT = { ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t", ["\\"] = "\\\\" }
--- Returns the escape sequence of a character that Python does not print in a repr, or nil for other characters.
+-- Returns the escape sequence that Python's repr writes for a character. Returns nil if repr prints the character
+-- itself.
 local function escape_of(c)
   if characters.is_printable(c) then return nil end
   local point = characters.point(c)
@@ -349,7 +353,7 @@ local function quoted(v)
   end), quote }
 end
 
-local DEPTH = 200                                          -- maximum nesting of lists
+local DEPTH = 200                                          -- maximum nesting of lists and dicts in repr
 
 local function repr(v, pieces, depth)
   if depth > DEPTH then raise "maximum recursion depth exceeded: a list is nested over 200 levels deep" end
@@ -390,7 +394,7 @@ function values.repr(v)
   return text.concat(pieces)
 end
 
---- Implements Python's str. The result is the text that a template prints for a value.
+--- Implements Python's str: returns the text that a template prints for a value.
 ---@param v any
 ---@return string|ps.chat.Text
 function values.str(v)
