@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batches, arguments of models, and outputs of models. A batch is positional or named. A positional batch has inputs x
--- and targets y, and y[i] is the target of x[i]. A named batch is one table: { input_ids =, labels =, ... }. A named
--- output has its loss in the field `loss`.
+-- Helper functions for batches (the arguments of a model) and for the outputs of models. There are two kinds of
+-- batches. A positional batch consists of inputs x and targets y, where y[i] is the target of x[i]. A named batch is
+-- one table: { input_ids =, labels =, ... }. The output for a named batch contains the loss in the field `loss`.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
@@ -11,12 +11,12 @@ local caller = require "ps.core.caller"
 
 local batch = {}
 
---- The label of targets that are ignored, as in PyTorch and transformers.
+--- A target with this label is ignored, as in PyTorch and transformers.
 batch.IGNORED = -100
 
-local DEPTH = 6                    -- number of levels of nested tables in which tensors are searched
+local DEPTH = 6                    -- tensors are searched for in tables that are nested up to 6 levels deep
 
--- The output of a model for a named batch. It can also be used as a loop with one iteration:
+-- The metatable of a model's output for a named batch. The output can be called as an iterator that returns it once:
 -- `for out in model(batch) do`.
 local turned = setmetatable({}, { __mode = "k" })
 local Output = { __call = function(out)
@@ -24,14 +24,14 @@ local Output = { __call = function(out)
   if turned[out] then return out end
 end }
 
--- The output of a pipeline for a named batch, on a rank that does not have the output tensors.
+-- The metatable of a pipeline's output for a named batch, on a rank that does not hold the output tensors.
 local Partial = { __call = Output.__call, __index = function(_, name)
   if type(name) ~= "string" then return nil end
   caller.error(("out.%s: in a pipeline only the last stage has more than out.loss; { gather = true } sends the tensors "
     .. "to all ranks, as in model:micro_batches(batch, { gather = true })"):format(name))
 end }
 
--- The output of a call without targets. Its loss is computed when a script reads it.
+-- The metatable of the output of a call without targets. The loss is computed when a script reads the field `loss`.
 local pending = setmetatable({}, { __mode = "k" })
 local Later = { __call = Output.__call, __index = function(out, name)
   local make = name == "loss" and pending[out]
@@ -42,16 +42,16 @@ local Later = { __call = Output.__call, __index = function(out, name)
   return value
 end }
 
--- Returns whether a value is a plain table of a script. Such a table may contain tensors. Modules and other objects are
--- not plain tables.
+-- Returns whether a value is a plain table, in which tensors are searched for. Modules and other objects are not plain
+-- tables.
 local function is_plain_table(value)
   local mt = type(value) == "table" and getmetatable(value)
   return mt == nil or mt == Output or mt == Partial or mt == Later
 end
 
---- Returns the arguments of a model's call and their number n. If the only argument is a list, its items become the
---- arguments. A nil after the list is ignored, because it is the y of `for x, y in loader do` if an iteration returns
---- one table.
+--- Returns a table of the arguments of a call, with their number in the field n. If the only argument is a list, the
+--- items of the list become the arguments. A second argument nil is ignored: in `for x, y in loader do`, y is nil if
+--- the loader returns one table per batch.
 ---@return any[] given
 function batch.spread(...)
   local given = { n = select("#", ...), ... }
@@ -79,8 +79,8 @@ local function moved(value, device, name, depth)
   return copy
 end
 
---- Returns the same arguments with all tensors on a device. This includes tensors in tables. Tensors that are on this
---- device already are not copied.
+--- Returns a copy of the arguments in which all tensors are on the given device, including tensors in tables. A tensor
+--- that is already on the device is not copied.
 ---@param given any[] the arguments and their number n
 ---@param device integer
 ---@param name string
@@ -113,8 +113,8 @@ local function describe(parts, value, depth)
   end
 end
 
---- Returns a text that determines which ops run. It contains the names, shapes and dtypes of the tensors, and the other
---- values.
+--- Returns a text that describes the arguments: the names, shapes and dtypes of the tensors, and all other values. If
+--- two calls of a model have the same text, they run the same ops.
 ---@param given any[] the arguments and their number n
 ---@return string
 function batch.signature(given)
@@ -125,8 +125,8 @@ end
 
 local hash_out = native.ffi.new("uint64_t[1]")
 
---- Appends the hashes of the tensors in a value, in order. They are compared to check that ranks have the same batch.
---- The host waits for tensors on a device.
+--- Appends the hashes of all tensors in a value to `said`. Ranks compare the hashes to check that they have the same
+--- batch. If a tensor is on a device, the host waits for it.
 ---@param said string[]
 ---@param value any
 function batch.add_hashes(said, value)
@@ -146,8 +146,8 @@ local function are_classes(t)
   return dtype == "int32" or dtype == "int64"
 end
 
--- Returns the targets of a batch, or nil if it has none. They are the y of a positional batch, if it has the shape of
--- x, or the labels of a named batch.
+-- Returns the targets of a batch, or nil if the batch has none. In a named batch, the targets are `labels`. In a
+-- positional batch, they are y, but only if y has the same shape as x.
 local function find(given)
   local x, y = given[1], given[2]
   if is_plain_table(x) then return are_classes(x.labels) and x.labels or nil end
@@ -159,8 +159,8 @@ end
 ---@field places number number of all targets, including the ignored ones
 ---@field explicit? boolean true if the model's count_targets returned the count
 
--- Returns the result of fn(...), which runs without gradients. Returns nil if fn reads values that are not known in a
--- script's dry run.
+-- Calls fn(...) without gradients and returns its result. Returns nil in a script's dry run if fn reads the values of a
+-- tensor, because a dry run does not compute them.
 local function known(fn, ...) return devices.known(scope.no_grad, fn, ...) end
 
 -- Returns a metatable for targets. The targets are counted when the field `count` is read for the first time.
@@ -172,14 +172,15 @@ local function later(counted)
   end }
 end
 
---- Counts the targets of a batch whose label is not -100. Returns nil if there are no targets.
+--- Counts the targets of a batch whose label is not -100. Returns nil if the batch has no targets.
 ---
---- If the loss of a model is the mean over other targets, the model has a method count_targets(...). It gets the
---- model's arguments and returns the number of its targets, or nil for the default count. The models of transformers
---- need this method: they shift their labels, so the first label of a row does not count.
+--- If the loss of a model is the mean over fewer or other targets, the model must have a method count_targets(...). The
+--- method is called with the model's arguments. It returns the number of targets in the mean, or nil for the default
+--- count. The models of transformers need this method: they shift their labels, so the first label of a row does not
+--- count.
 ---
---- Targets on a device are counted when `count` is read, and then the host waits for them. If ops in a script's dry run
---- computed the targets, all targets count.
+--- If the targets are on a device, they are counted when the field `count` is read, and the host waits for the device.
+--- If the targets were computed by ops in a script's dry run, all of them are counted.
 ---@param model ps.nn.Module
 ---@param given any[] the arguments and their number n
 ---@return ps.Targets?
@@ -208,9 +209,11 @@ end
 local function is_named(given) return given.n == 1 and is_plain_table(given[1]) end
 batch.is_named = is_named
 
--- Returns a copy of a value in which the result of fn(tensor, rule, name) replaces each tensor. The rule is "rows" if a
--- tensor has one row per sample. It is "rows or one" if all samples may share one row. It is nil if the tensor has no
--- rows.
+-- Returns a copy of a value in which each tensor is replaced by fn(tensor, rule, name). `rule` says how the rows of the
+-- tensor belong to samples:
+--   "rows"         each sample has one row
+--   "rows or one"  each sample has one row, or all samples share one row
+--   nil            the tensor has no rows
 local function with_tensors(value, rule, name, fn, depth)
   if scope.is_tensor(value) then return fn(value, rule, name) end
   if depth == 0 or not is_plain_table(value) then return value end
@@ -219,8 +222,9 @@ local function with_tensors(value, rule, name, fn, depth)
   return copy
 end
 
--- Copies a batch by with_tensors, and returns the copy. For a named batch, the model's table split_inputs contains
--- the rule for each name. If the model has no such table, or if the batch is positional, all tensors have rows.
+-- Applies with_tensors to a batch and returns the copy. In a named batch, the rule for a name is
+-- model.split_inputs[name]. If the model has no table split_inputs, or if the batch is positional, the rule for all
+-- tensors is "rows".
 local function with_rules(model, given, fn)
   if not is_named(given) then
     local copy = { n = given.n }
@@ -236,8 +240,8 @@ local function with_rules(model, given, fn)
   return { n = 1, copy }
 end
 
---- Returns the number of rows of a batch. A row is a sample. The number is the first dimension of the tensors that have
---- one row per sample. Raises an error if these tensors have different numbers of rows.
+--- Returns the number of rows of a batch. A row is a sample. The number is the size of the first dimension of all
+--- tensors that have one row per sample. Raises an error if these tensors have different numbers of rows.
 ---@param model ps.nn.Module
 ---@param given any[] the arguments and their number n
 ---@return integer rows
@@ -258,8 +262,8 @@ function batch.rows(model, given)
   return rows
 end
 
---- Returns `count` rows of a batch with `rows` rows, starting at row `first`, which counts from 0. The tensors are
---- views.
+--- Returns `count` rows of a batch that has `rows` rows. The result begins at row `first`, counted from 0. Its tensors
+--- are views of the batch's tensors.
 ---@param model ps.nn.Module
 ---@param given any[] the arguments and their number n
 ---@param rows integer
@@ -274,8 +278,8 @@ function batch.narrow(model, given, rows, first, count)
   end)
 end
 
---- Returns a batch with another number of rows. The values are undefined. It is for dry runs, in which only shapes
---- matter.
+--- Returns a copy of a batch that has `rows` rows. The values of its tensors are undefined. Dry runs use such a batch,
+--- because they need only the shapes.
 ---@param model ps.nn.Module
 ---@param given any[] the arguments and their number n
 ---@param rows integer
@@ -292,9 +296,9 @@ function batch.resized(model, given, rows)
 end
 
 -- -- outputs --------------------------------------------------------------------------------------------------------
---- Returns the tensor from which backward starts, or nil if there is none. It is the model's output itself, the field
---- `loss`, or the first item of a list. In other tables it is the first tensor in the order of names, which is the same
---- on all ranks.
+--- Returns the tensor at which backward starts, or nil if the output contains no tensor. If the output is a tensor, it
+--- is returned. If the output is a table, its field `loss` is returned. A table without a tensor `loss` is searched in
+--- the order of its keys, which is the same on all ranks, and the first tensor is returned.
 ---@param output any
 ---@return ps.Tensor?
 function batch.loss(output)
@@ -307,17 +311,17 @@ function batch.loss(output)
   end
 end
 
---- Makes a plain table usable as a loop with one iteration. Does not change other values.
+--- If `result` is a plain table, makes it callable as an iterator that returns it once. Does not change other values.
 ---@param result any
 ---@param ... any
----@return any ... result and the arguments after it
+---@return any ... all arguments
 function batch.turning(result, ...)
   if is_plain_table(result) and getmetatable(result) ~= Later then setmetatable(result, Output) end
   return result, ...
 end
 
---- Returns the results of a model by name. If the first result is a tensor, it is named `loss` if it has one element,
---- and `logits` otherwise. The results are also at the indices 1, 2, ... Plain tables and other objects are returned
+--- Returns a table of the results of a model. The results are at the indices 1, 2, ... The first result also has a
+--- name: `loss` if it has one element, and `logits` otherwise. If the first result is not a tensor, returns it
 --- unchanged.
 ---@param result any
 ---@param ... any the other results of the model
@@ -329,12 +333,13 @@ function batch.output(result, ...)
   return setmetatable(out, Output)
 end
 
---- Returns an output of which only some tensors are on this rank. Reading a tensor of another rank raises an error.
+--- Marks an output as incomplete: only some of its tensors are on this rank. Reading any other field raises an error.
 ---@param out table<string, ps.Tensor>
 ---@return table out
 function batch.partial(out) return setmetatable(out, Partial) end
 
---- Returns an output whose loss is computed when a script reads it. It is computed without gradients.
+--- Makes an output compute its loss when a script reads the field `loss`. make() returns the loss and runs without
+--- gradients.
 ---@param out table
 ---@param make fun(): ps.Tensor
 ---@return table out
@@ -344,8 +349,8 @@ function batch.later(out, make)
   return setmetatable(out, Later)
 end
 
---- Returns whether a batch has targets. These are `labels` in a named batch, and the second argument in a positional
---- batch.
+--- Returns whether a batch has targets. The targets of a named batch are `labels`. The targets of a positional batch
+--- are the second argument.
 ---@param given any[] the arguments and their number n
 ---@return boolean
 function batch.has_targets(given)
@@ -353,7 +358,7 @@ function batch.has_targets(given)
   return given.n > 1
 end
 
---- Returns the list of the tensors in an output.
+--- Returns a list of all tensors in an output.
 ---@param output any
 ---@return ps.Tensor[]
 function batch.tensors(output)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads files of values that are separated by commas (RFC 4180) or tabs. The first row contains the names of the
--- fields. A value in double quotes may contain separators and line ends. Two double quotes in such a value mean one.
--- All values are texts.
+-- Reads files whose values are separated by commas (RFC 4180) or tabs. The first row contains the names of the fields.
+-- A value may be enclosed in double quotes. A quoted value may contain separators and line ends, and two double quotes
+-- in it represent one double quote. All values are read as texts.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local error = caller.error
@@ -17,7 +17,7 @@ local function record_end(text, at, separator)
     if not stop then return #text, #text + 1 end
     if text:byte(stop) == 10 then return stop - 1, stop + 1 end
     local before = text:sub(stop - 1, stop - 1)
-    if stop == at or before == separator then              -- a quote at the start of a value opens it
+    if stop == at or before == separator then              -- a quote at the start of a value begins a quoted value
       local close = stop
       repeat
         close = text:find('"', close + 1, true)
@@ -27,7 +27,7 @@ local function record_end(text, at, separator)
       until not doubled
       from = close + 1
     else
-      from = stop + 1                                      -- the second one of two double quotes in a value
+      from = stop + 1                                      -- a quote in an unquoted value is an ordinary character
     end
   end
 end
@@ -61,7 +61,8 @@ local function values_of(record, separator)
   end
 end
 
--- Returns the first byte, the last byte and the line number of each record. Empty records are omitted.
+-- Returns an array with three numbers per record (its first byte, its last byte and its line number), and the number of
+-- records. Empty records are omitted.
 local function scan(path, text, separator)
   local room, n, places = 1024, 0, place_array(3 * 1024)
   local at, line = 1, 1
@@ -87,7 +88,7 @@ local function scan(path, text, separator)
   return places, n
 end
 
---- Returns the rows of a file.
+--- Returns the rows of a file as a ps.data.Node (see files.lua).
 ---@param path string path of the file, for errors
 ---@param text string contents of the file, which must be valid UTF-8
 ---@param separator string "," or "\t"

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Warns about answers that have no end token. A model that is trained on them does not learn to stop.
+-- Warns about answers that do not end with an end token. A model that is trained on such answers does not learn to
+-- stop.
 local formats = require "ps.data.formats"
 
---- Returns a note if the chat template ends the last answer of the first conversation with an ordinary token. Otherwise
---- returns nil.
+--- Renders the first conversation of a table with the chat template. If the last answer does not end with a special
+--- token, returns a note that says so. Otherwise returns nil.
 ---@param tokenizer ps.Tokenizer
 ---@param rows ps.DataTable
 ---@param form string the form of the rows

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The examples of a loader. They are rows of texts, of conversations or of ids that were converted to token ids with
--- labels. Lua reads a row and runs the chat template. Meanwhile threads encode the texts of earlier rows
--- (src/data/encode.c). Examples from files are stored in a cache file. The next loader with the same files, tokenizer
--- and options maps it.
+-- The examples of a loader. An example consists of token ids and labels. It is made from a row of a table, which
+-- contains a text, a conversation or ids. Lua reads one row after the other and runs the chat template. At the same
+-- time, threads encode the texts of the rows that Lua has already read (src/data/encode.c). Examples from files are
+-- stored in a cache file. A later loader with the same files, tokenizer and options maps this cache file.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
@@ -28,9 +28,9 @@ local examples = {}
 local VERSION = 3                                          -- version of the format of cache files
 local MOST_THREADS = 8
 
--- The maximum number of texts that a stream queues. It limits the memory that these texts need. If a row is due while
--- the queue is full, the script waits for the oldest text. QUEUE does not determine which rows are read ahead
--- (ps.data.stream).
+-- The maximum number of texts of a stream that wait to be encoded. It limits the memory for these texts. If the queue
+-- is full when another row must be read, the script waits until the oldest text is encoded. ps.data.stream, and not
+-- QUEUE, determines which rows are read in advance.
 local QUEUE = 1024
 
 ---@class ps.Examples
@@ -49,7 +49,7 @@ local function ids_of(list)
   return buffer
 end
 
--- Returns the ids that the tokenizer puts before and after a whole text.
+-- Returns a list of the ids that the tokenizer puts before a whole text, and a list of the ids that it puts after it.
 local function around(tokenizer)
   local before, after = {}, {}
   local list = before
@@ -59,7 +59,8 @@ local function around(tokenizer)
   return before, after
 end
 
--- Converts a list of {first byte, last byte}, which count from 1, to half-open byte ranges, which count from 0.
+-- Converts a list of ranges {first byte, last byte}, counted from 1, to an array of half-open byte ranges, counted
+-- from 0.
 local function spans_of(self, list)
   local n = list and #list or 0
   if n == 0 then return nil, 0 end
@@ -69,7 +70,7 @@ local function spans_of(self, list)
   return spans, n
 end
 
--- Raises an error if the problem is that a cache file cannot be written.
+-- Raises an error that says what to do if `problem` is that a cache file cannot be written.
 local function unwritable(problem)
   if problem.name ~= "ENOSPC" and problem.name ~= "EIO" then return end
   error(("ps.data.loader: the token cache: %s; free space, choose another folder (cache = \"folder\"), or keep "
@@ -79,8 +80,8 @@ end
 local Encoder = {}
 Encoder.__index = Encoder
 
--- Returns an encoder. The texts that are put into it become examples of `handle`. place(i) returns the file and line of
--- example i, for errors.
+-- Returns an encoder. It encodes texts and stores the result as examples in `handle`. place(i) returns the file and
+-- line of example i, for errors.
 local function encoder_of(tokenizer, handle, place, queue)
   local special, before, after = {}, around(tokenizer)
   for id in pairs(rawget(tokenizer, "special_ids")) do special[#special + 1] = id end
@@ -95,7 +96,8 @@ local function encoder_of(tokenizer, handle, place, queue)
     kept = {}, name = rawget(tokenizer, "name") }, Encoder)
 end
 
--- Raises the error of a call of C that failed. The error contains the file and line of the example that caused it.
+-- Raises an error if `rc`, the result of a C function, is an error code. The error contains the file and line of the
+-- example that caused it.
 function Encoder:checked(rc)
   if rc >= 0 then return end
   local failed = tonumber(C.ps_encoder_failed(self.handle))
@@ -105,8 +107,9 @@ function Encoder:checked(rc)
   error(("ps.data.loader: %s: %s"):format(self.place(failed + 1), tostring(problem)))
 end
 
--- Returns two lists of pieces of a text. The first list has the pieces that are encoded without special tokens, in
--- order: messages, and roles that templates do not expect. The second list has the roles that templates expect.
+-- Returns two lists of byte ranges of a rendered conversation. The first list contains the ranges in which special
+-- tokens are encoded as ordinary text: messages, and roles that templates do not know. The second list contains the
+-- roles that templates know.
 local function foreign_of(rendered)
   local foreign, known, mixed = {}, {}, false
   for i, part in ipairs(rendered.message or {}) do foreign[i] = part end
@@ -117,8 +120,8 @@ local function foreign_of(rendered)
   return foreign, known
 end
 
--- Encodes `rendered` as example i. `rendered` is a result {text =, message =, roles =, spans =} of
--- tokenizer:render_chat. If `spans` is nil, the whole text is trained.
+-- Encodes `rendered` as example i. `rendered` is a table {text =, message =, roles =, spans =} from
+-- tokenizer:render_chat. If rendered.spans is nil, the whole text is trained.
 function Encoder:put(i, rendered, need, weight)
   local text = self.text
   self.kept = {}
@@ -134,8 +137,8 @@ end
 
 function Encoder:wait() self:checked(C.ps_encoder_finish(self.handle)) end
 
---- Ends the threads. If the vocabulary could not spell some characters, prints their number. Only one rank prints it,
---- because all ranks encode all texts.
+--- Ends the threads. If the vocabulary could not represent some characters, prints the number of these characters. Only
+--- one rank prints the number, because all ranks encode the same texts.
 function Encoder:close()
   local found = ffi.new "ps_tok_lost"
   check(C.ps_encoder_lost(self.handle, found))
@@ -144,7 +147,7 @@ function Encoder:close()
 end
 
 -- -- rows -----------------------------------------------------------------------------------------------------------
--- The limits of weights. Sums of weights and their inverses must fit into fp32.
+-- The smallest and the largest weight. With these limits, sums of weights and their inverses fit into fp32.
 local LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
 local WEIGHTS = "a weight must be 0, or a number of 1e-12 to 1e12"
 
@@ -174,7 +177,7 @@ local function add(handle, i, ids, labels, weights, weight)
   check(C.ps_examples_put(handle, i - 1, ids_of(ids), label_list, weight_list, n, weight))
 end
 
--- Checks row i, which contains ids, and puts it.
+-- Checks row i, which contains ids, and stores it as example i.
 local function add_ids(handle, rows, i, row, tokenizer, weight)
   local ids, labels = formats.ids_of(rows, i, row, tokenizer.vocab_size)
   local trained = not labels
@@ -197,7 +200,8 @@ local function add_ids(handle, rows, i, row, tokenizer, weight)
   add(handle, i, ids, labels, weights, weight)
 end
 
--- Makes labels from a mask. This is for tokenizers that were not made by ps.tokenizer.
+-- Makes labels from a list of ids and a mask (1 for a trained id). This function is used for tokenizers that were not
+-- made by ps.tokenizer.
 local function labels_of(ids, mask, place, train_on)
   local labels, trained = {}, 0
   for k, id in ipairs(ids) do
@@ -211,19 +215,19 @@ local function labels_of(ids, mask, place, train_on)
   return labels
 end
 
--- Returns a function add(i), which puts example i of a table. Also returns the encoder whose threads complete the
--- example, or nil if there is none. `form` is the form of the table's rows.
+-- Returns a function add(i), which makes an example from row i of a table. Also returns the encoder whose threads
+-- complete the example, or nil if add(i) completes it. `form` is the form of the table's rows.
 local function adder(handle, rows, tokenizer, form, given, queue)
   local function place(i) return rows:place(i) end
   local own = rawget(tokenizer, "handle") ~= nil
-  local threaded = own and not rawget(tokenizer, "special_strips")       -- encode.c does not support these strips
+  local threaded = own and not rawget(tokenizer, "special_strips")       -- encode.c does not support lstrip and rstrip
   local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place, queue) or nil
   local train_on, field = given.train_on or "assistant", given.weight_field
   local need = train_on == "assistant" and 2 or 1
   local keys = (form == "ids" or form == "text") and { "text", "input_ids", "labels", "loss_weights", field } or {}
   return function(i)
     local row = formats.check(rows, i, form)
-    formats.check_keys(rows, i, keys)                      -- keys of conversations are checked when they are read
+    formats.check_keys(rows, i, keys)                      -- formats.conversation_of checks the keys of conversations
     local weight = field and weight_of(row, field, rows, i) or 1
     if form == "ids" then add_ids(handle, rows, i, row, tokenizer, weight)
     elseif form == "text" then
@@ -251,13 +255,14 @@ local function adder(handle, rows, tokenizer, form, given, queue)
   end, encoder
 end
 
--- Puts all rows of a table by calling add_row(i). `encoder` is the encoder that add_row uses, or nil.
+-- Makes examples from all rows of a table by calling add_row(i) for each row. `encoder` is the encoder that add_row
+-- uses, or nil.
 local function add_all(rows, add_row, encoder)
   local ok, problem = xpcall(function() for i = 1, #rows do add_row(i) end end, scope.trace)
   if encoder then
     local encoded, earlier = xpcall(encoder.wait, scope.trace, encoder)
     encoder:close()
-    if not encoded then error(earlier, 0) end              -- its row is before the row of `problem`
+    if not encoded then error(earlier, 0) end              -- the row of this error is before the row of `problem`
   end
   if not ok then error(problem, 0) end
 end
@@ -303,8 +308,8 @@ local function reads_date(tokenizer, form)
   return tokenizer:chat_template():reads_date() or tokenizer:chat_template({ tools = true }):reads_date()
 end
 
--- Returns the key that identifies the data in a cache file. Returns nil if a part of the data has no key. A function,
--- for example, has none.
+-- Returns the key that identifies the data in a cache file. Returns nil if a part of the data cannot have a key, such
+-- as a Lua function.
 local function key_of(rows, tokenizer, form, given)
   if type(given.train_on) == "function" then return nil end
   local tok = tokenizer_key(tokenizer)
@@ -314,10 +319,11 @@ local function key_of(rows, tokenizer, form, given)
     reads_date(tokenizer, form) and given.date or "", given.weight_field or "" }
 end
 
--- The age in seconds at which an incomplete cache file is removed if its process no longer exists.
+-- The age in seconds at which an incomplete cache file is removed if the process that wrote it no longer exists.
 local STALE_S = 86400
 
--- Returns the folder of cache files, or nil if there is none. `given` is the folder if the script chose one.
+-- Returns the folder for cache files, or nil if there is no such folder. If the script chose the folder, `given` is its
+-- path.
 local function cache_folder(given)
   local folder = type(given) == "string" and given or unpacked.folder "examples"
   if folder == given then lfs.mkdir(given) end
@@ -334,9 +340,9 @@ local function mapped(path, key)
   return free_later(out, C.ps_examples_free)
 end
 
--- Creates examples by calling fn(handle). If there is a path, they are stored in a file. `given` is true if the script
--- chose the folder. If the file cannot be created, this is an error if `given` is true. Otherwise the examples are kept
--- in memory. When fn returns, no encoder may use the handle.
+-- Creates examples by calling fn(handle), and returns the handle. If `path` is not "", the examples are stored in a
+-- cache file. If this file cannot be created, the examples are kept in memory. However, if `given` is true (the script
+-- chose the folder), this function raises an error instead. When fn returns, no encoder may still use the handle.
 local function made(path, key, wide, fn, given)
   local out = ffi.new("ps_examples *[1]")
   local rc = C.ps_examples_new(path, key, wide and 1 or 0, out)
@@ -351,7 +357,7 @@ local function made(path, key, wide, fn, given)
     check(C.ps_examples_finish(handle))
   end, scope.trace)
   if ok then return handle end
-  C.ps_examples_free(ffi.gc(handle, nil))                  -- this removes the incomplete file now
+  C.ps_examples_free(ffi.gc(handle, nil))                  -- this also removes the incomplete file
   unwritable(problem)
   error(problem, 0)
 end
@@ -364,24 +370,25 @@ local function finished(handle, cached, key)
 end
 
 -- -- streams --------------------------------------------------------------------------------------------------------
----@class ps.ExampleSource examples that are put one by one, in any order, while a loader already uses them
+---@class ps.ExampleSource examples that are made one by one, in any order, while a loader already uses them
 ---@field handle ffi.cdata*
 ---@field count integer
----@field key? string as in ps.Examples
+---@field key? string the same as ps.Examples.key
 ---@field is_stream boolean true
----@field add fun(i: integer) puts example i
----@field gathered fun(): ps.Examples returns all examples in the order of the table, after all of them were put
+---@field add fun(i: integer) makes example i, or begins to make it
+---@field gathered fun(): ps.Examples returns all examples in the order of the table; add must have been called for each
 local Source = {}
 Source.__index = Source
 
---- Stores the examples whose texts were encoded. If `wait` is true, waits until all examples that were put are encoded.
+--- Stores the examples whose texts the threads have encoded. If `wait` is true, first waits until the threads have
+--- encoded all texts.
 ---@param wait boolean
 function Source:drain(wait)
   local encoder = self.encoder
   if encoder then encoder:checked((wait and C.ps_encoder_finish or C.ps_encoder_drain)(encoder.handle)) end
 end
 
---- Ends the threads that encode. All examples must have been put before.
+--- Ends the threads that encode texts. `add` must have been called for all examples.
 function Source:close()
   if self.encoder then self.encoder:close() end
   self.encoder = nil
@@ -396,13 +403,14 @@ local function source_of(rows, tokenizer, form, given, key, gather)
     add = add_row, gathered = function() return gather(handle) end }, Source)
 end
 
---- Returns the examples of a table. If the cache contains them, they are read from the cache. If several ranks start at
---- the same time, each rank writes a cache file. Each file replaces the one before it. This is harmless, because their
---- contents are the same.
+--- Returns the examples of a table. If there is a cache file for the examples, they are read from this file. If several
+--- ranks start at the same time, each rank writes the cache file and replaces the file of another rank. This is
+--- harmless, because all ranks write the same contents.
 ---@param rows ps.DataTable
 ---@param tokenizer ps.Tokenizer
 ---@param given {train_on?: string|function, date?: string, weight_field?: string, cache?: boolean|string, stream?:
---- boolean} cache: a folder, or false for no cache. stream = true: returns a source, unless the cache has the examples.
+--- boolean} cache: a folder, or false for no cache. stream = true: returns a ps.ExampleSource, unless the cache
+--- contains the examples.
 ---@return ps.Examples|ps.ExampleSource
 function examples.of_table(rows, tokenizer, given)
   if #rows == 0 then error(("ps.data.loader: the table has no rows: %s"):format(tostring(rows))) end
@@ -412,7 +420,7 @@ function examples.of_table(rows, tokenizer, given)
     error(("ps.data.loader: rows in the form '%s' are for preference training, which needs pairs; this loader does not "
       .. "read them"):format(form))
   end
-  if given.date ~= nil then chat.moment(given.date) end     -- check the date even if the cache has the tokens
+  if given.date ~= nil then chat.moment(given.date) end     -- check the date even if it is not needed (cache)
   given = setmetatable({ date = given.date or os.date "%Y-%m-%d" }, { __index = given })  -- the same for all rows
   local key = given.cache ~= false and key_of(rows, tokenizer, form, given)
   local folder = key and cache_folder(given.cache)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads the files of tables of examples: JSON lines, JSON lists, SQuAD's JSON, CSV, TSV and text. Each may be
--- compressed by gzip. A file of lines is not read into memory. Only the position of every 64th row is in memory.
+-- Reads the files of which tables of examples are made: JSON lines, JSON lists, SQuAD's JSON, CSV, TSV and text. Any
+-- file may be compressed by gzip. A file of lines (JSON lines or text) is not read into memory. Only the position of
+-- every 64th row is kept in memory.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local csv = require "ps.data.csv"
@@ -19,13 +20,13 @@ local files = {}
 ---@class ps.data.Node rows of a file or of a list
 ---@field n integer
 ---@field name string
----@field get fun(i: integer): table returns row i, which counts from 1
+---@field get fun(i: integer): table returns row i, counted from 1
 ---@field place fun(i: integer): string returns the file and line of row i, for errors
 ---@field text? fun(i: integer): string returns the JSON text of row i
----@field key? fun(): string? returns a key that identifies the contents of the rows, for caches
+---@field key? fun(): string? returns a text that identifies the contents of the rows, for caches
 ---@field shared? boolean true if the rows are the script's own tables
 
--- Decodes a JSON text. It must be an object.
+-- Decodes a JSON text. Raises an error if the text is not a JSON object.
 local function decoded(text, place)
   if not utf8.valid(text) then error(place .. ": not valid UTF-8") end
   local ok, row = pcall(cjson.decode, text)
@@ -47,10 +48,10 @@ local function check_utf8(text, path)
   error(("%s:%d: not valid UTF-8"):format(path, number))
 end
 
-local INDEXED = 16 * 1024 * 1024                           -- files of at least this size in bytes get an index
+local INDEXED = 16 * 1024 * 1024                           -- an index is written for files of at least 16 MiB
 
--- Returns whether an index may be written to the path `index`. It may if the file does not exist or is an index. This
--- way a file of the user is never replaced.
+-- Returns whether an index may be written to the path `index`: the file does not exist, or it is an older index. This
+-- check ensures that a file of the user is never replaced.
 local function may_write(index)
   local file = io.open(index, "rb")
   if not file then return true end
@@ -59,8 +60,8 @@ local function may_write(index)
   return magic == "PSLINES"
 end
 
--- Opens a file of lines. Its index is in the same folder. If that folder is not writable, the index is in the cache
--- folder.
+-- Opens a file of lines. The index of the file is in the same folder as the file, or in the cache folder if the file's
+-- folder is not writable.
 local function open_lines(path)
   local out, index = ffi.new("ps_lines *[1]"), path .. ".rows"
   local elsewhere = lfs.attributes(index, "mode") ~= "file" and unpacked.place("lines", path, ".rows")
@@ -104,7 +105,7 @@ local function of_lines(path, kind, name)
   return node
 end
 
---- Returns the rows of a list.
+--- Returns a node whose rows are the items of a list.
 ---@param list table[]
 ---@param name string name of the list, for errors
 ---@return ps.data.Node
@@ -121,7 +122,7 @@ local function whole_file(path)
   return text
 end
 
--- Returns an iterator over a list in a SQuAD file. Raises an error if the value is not a list of objects.
+-- Returns an iterator over `value`, a list in a SQuAD file. Raises an error if `value` is not a list of objects.
 local function objects(value, where)
   if type(value) ~= "table" or #value == 0 and next(value) ~= nil then error(where .. " must be a list of objects") end
   for i, one in ipairs(value) do
@@ -130,8 +131,8 @@ local function objects(value, where)
   return ipairs(value)
 end
 
--- Opens a SQuAD file. It is one object. It contains articles, which contain paragraphs, which contain questions. Each
--- question becomes a row.
+-- Opens a SQuAD file. The file is one JSON object, which contains articles. An article contains paragraphs, and a
+-- paragraph contains questions. Each question becomes a row.
 local function of_squad(text, path)
   check_utf8(text, path)
   local ok, all = pcall(cjson.decode, text)
@@ -181,7 +182,7 @@ local function value_end(text, at)
     elseif c == "{" or c == "[" then depth, at = depth + 1, at + 1
     elseif c == "}" or c == "]" then depth, at = depth - 1, at + 1
     else
-      at = text:find('[%[%]{},"%s]', at)                   -- skip a number or a word
+      at = text:find('[%[%]{},"%s]', at)                   -- skip a number or one of the words true, false and null
     end
     if depth > 0 and at then at = text:find('[%[%]{}"]', at) end
     if not at then return nil end
@@ -189,8 +190,8 @@ local function value_end(text, at)
   return at
 end
 
--- Opens a JSON file that contains one list. Only the positions of the items are stored. An item is decoded when it is
--- read.
+-- Opens a JSON file that contains one list. Stores the positions of the list's items. An item is decoded when its row
+-- is read.
 local function of_json(text, path)
   local function bad(at, why)
     local _, lines = text:sub(1, at - 1):gsub("\n", "")
@@ -220,7 +221,7 @@ local READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv, each also with .gz"
 local UNREAD = { zst = "unpack it with zstd -d", zip = "unpack it with unzip", parquet = "write it as JSON lines",
   arrow = "write it as JSON lines" }
 
--- Returns the kind of a file, which its extension determines. Returns nil if the extension is not supported.
+-- Returns the kind of a file by its extension, or nil if the extension is not supported.
 local function kind_of(path) return KINDS[path:gsub("%.gz$", ""):match "%.([^./]*)$" or ""] end
 
 local function opened(path, given)
@@ -247,22 +248,23 @@ local function opened(path, given)
   return node
 end
 
---- Returns the rows of a file.
+--- Opens a file. Returns a node with the rows of the file.
 ---@param path string
 ---@param options {text?: string}
 ---@return ps.data.Node
 function files.open(path, options)
   local node = opened(path, options)
-  -- The key for caches contains the hash of the bytes that were opened, because the path may now belong to another
-  -- file.
+  -- The key contains the hash of the file's bytes and not the path, because the file at this path may have been
+  -- replaced since it was opened.
   function node.key()
     return ("%s %s %s"):format(kind_of(path), options.text or "line", bit.tohex(node.hash()))
   end
   return node
 end
 
---- Returns the list of the files for a path. If the path is a folder, these are its files with a supported extension.
---- If the path is a pattern, these are the files that match it. Otherwise it is the file itself.
+--- Returns a list of the files that a path stands for. If the path is a folder, the list contains all files in the
+--- folder that have a supported extension. If the path is a pattern, the list contains all files that match the
+--- pattern. Otherwise the list contains only the path.
 ---@param path string
 ---@return string[]
 function files.find(path)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Recognises the form of examples by their fields, and converts rows to conversations. The forms have the names that
--- TRL uses. The forms "alpaca" and "sharegpt" are those of the data sets Alpaca and ShareGPT.
+-- Recognises the form of examples by their fields, and converts rows to conversations. Most forms have the same names
+-- as in TRL. The forms "alpaca" and "sharegpt" are named after the data sets Alpaca and ShareGPT, which introduced
+-- them.
 local caller = require "ps.core.caller"
 local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
@@ -14,7 +15,8 @@ local formats = {}
 
 local IGNORED = require("ps.data.batch").IGNORED
 
--- The forms of rows, and the fields that a row of each form must have. The first form that fits a row is used.
+-- The forms of rows. Each item lists the name of a form and the fields that a row of this form must have. If several
+-- forms fit a row, the first one is used.
 local FORMS = {
   { "messages", "messages" },
   { "sharegpt", "conversations" },
@@ -47,8 +49,8 @@ local function checked(rows, call)
   return rows
 end
 
--- Returns row i of a table as a template value. If the file has an order of keys, the keys are in this order. `read` is
--- the row if it was read before.
+-- Returns row i of a table as a template value. If the row is from a JSON file, its keys have the order of the file.
+-- `read` is the row as a Lua table if it was already read.
 local function row_of(rows, i, read)
   local source = rows:json(i)
   if not source then return convert.value(read or rows[i], rows:place(i)) end
@@ -62,8 +64,8 @@ local function row_of(rows, i, read)
   return row
 end
 
---- Raises an error if row i is JSON in which one of the given keys occurs twice. A row is decoded only if its text
---- contains such a key twice.
+--- Raises an error if row i is a JSON object in which one of the given keys occurs twice. To save time, the row is
+--- decoded only if one of the keys occurs twice in its text.
 ---@param rows ps.DataTable
 ---@param i integer
 ---@param keys string[]
@@ -90,7 +92,7 @@ end
 --- Returns row i and its form. Raises an error if the row has no known form.
 ---@param rows ps.DataTable
 ---@param i integer
----@param first? string form of the first row, which this row must have, too
+---@param first? string form of the first row; row i must have the same form
 ---@return table row
 ---@return string form
 function formats.check(rows, i, first)
@@ -139,8 +141,8 @@ local SHAREGPT = { system = "system", human = "user", user = "user", gpt = "assi
   chatgpt = "assistant", bing = "assistant", bard = "assistant", tool = "tool", observation = "tool",
   function_call = "assistant" }
 
--- Functions that convert a row to a conversation. They call get(name, kinds), which returns a field. It raises an error
--- if the field's value is not of one of the given kinds.
+-- Functions that convert a row to a conversation, by form. Such a function calls get(name, kinds) to read a field of
+-- the row. `get` raises an error if the value of the field is not of one of the given kinds.
 local CONVERSATIONS = {}
 
 function CONVERSATIONS.messages(get) return get("messages", "list") end
@@ -163,7 +165,7 @@ function CONVERSATIONS.sharegpt(get, fail)
   return values.list(messages)
 end
 
--- Appends a part to a list of messages. The part is a list of messages, or the text of a message.
+-- Appends to a list of messages. `part` is a list of messages, or the text of one message with the given role.
 local function append(messages, role, part)
   if text.is(part) then messages[#messages + 1] = message(role, part)
   else for _, one in ipairs(part) do messages[#messages + 1] = one end end
@@ -182,8 +184,8 @@ function CONVERSATIONS.alpaca(get)
   return values.list { message("user", asked), message("assistant", get("output", "str")) }
 end
 
--- Converts a SQuAD row. The message of the user is the paragraph and the question. The message of the assistant is the
--- first correct answer.
+-- Converts a SQuAD row to two messages. The user's message consists of the paragraph and the question. The assistant's
+-- message is the first of the correct answers.
 function CONVERSATIONS.squad(get, fail)
   local answers = get("answers", "dict list")
   if getmetatable(answers) == values.Dict then answers = values.get(answers, "text") or values.list {} end
@@ -207,7 +209,8 @@ local function check_messages(messages, fail)
   end
 end
 
--- Returns the results of a call. If the call failed, raises its error with the file and line of row i.
+-- Takes the results of a pcall. If the call succeeded, returns its results. Otherwise raises its error, with the file
+-- and line of row i added.
 local function at_place(rows, i, ok, ...)
   if ok then return ... end
   local problem, where = tostring((...)), caller.position()
@@ -222,11 +225,11 @@ end
 ---@return any ... the results of fn
 function formats.of_row(rows, i, fn, ...) return at_place(rows, i, pcall(fn, ...)) end
 
---- Returns a row as a conversation, which is a list of messages for tokenizer:apply_chat_template. Rows of the forms
---- "messages", "sharegpt", "prompt and completion", "alpaca" and "squad" are conversations. Keys have the order of the
---- file.
+--- Returns a row as a conversation: a list of messages for tokenizer:apply_chat_template. The row must have one of the
+--- forms "messages", "sharegpt", "prompt and completion", "alpaca" and "squad". The keys of objects have the order of
+--- the file.
 ---@param rows ps.DataTable
----@param i integer number of the row, which counts from 1
+---@param i integer number of the row, counted from 1
 ---@param form? string form of the row, as returned by ps.data.format (default: determined by the row's fields)
 ---@return table messages
 ---@return table? tools the field `tools` of the row
@@ -236,8 +239,8 @@ function formats.conversation(rows, i, form)
   return formats.conversation_of(rows, i, form)
 end
 
---- Like formats.conversation, but for a row that was read before. This way the functions of `map` are called only once
---- for a row.
+--- Like formats.conversation, but for a row that was already read. Not reading the row again ensures that the functions
+--- of table:map are called only once for each row.
 ---@param rows ps.DataTable
 ---@param i integer
 ---@param form? string
@@ -277,7 +280,8 @@ function formats.conversation_of(rows, i, form, read)
   return messages, tools
 end
 
--- Returns a field of a row as a list of whole numbers, or nil if the row does not have the field.
+-- Returns a field of a row. Raises an error if the field is not a list of whole numbers. Returns nil if the row does
+-- not have the field.
 local function whole_numbers(row, name, fail)
   local list = row[name]
   if list == nil or list == null then return nil end
@@ -290,17 +294,18 @@ local function whole_numbers(row, name, fail)
   return list
 end
 
---- Returns the ids and the labels of a row of the form "ids". A label is a token id, or -100 if the id is not trained.
+--- Returns the ids and the labels of a row of the form "ids". Each id has a label: a token id, or -100 if the id is not
+--- trained.
 ---@param rows ps.DataTable
----@param i integer number of the row, which counts from 1
----@param vocab_size? integer all ids must be less than this
+---@param i integer number of the row, counted from 1
+---@param vocab_size? integer size of the vocabulary; all ids must be less than vocab_size
 ---@return integer[] input_ids
----@return integer[]? labels one label per id, or nil if the row has no labels
+---@return integer[]? labels one label per id; nil if the row has no labels
 function formats.ids(rows, i, vocab_size)
   return formats.ids_of(rows, i, checked(rows, "ps.data.ids")[i], vocab_size)
 end
 
---- Like formats.ids, but for a row that was read before.
+--- Like formats.ids, but for a row that was already read.
 ---@param rows ps.DataTable
 ---@param i integer
 ---@param row table
@@ -327,9 +332,9 @@ function formats.ids_of(rows, i, row, vocab_size)
   return ids, labels
 end
 
---- Returns the messages of a row before the last turn of the assistant. They are a prompt for the model.
+--- Returns the messages of a row up to, but without, the assistant's last turn. These messages can be used as a prompt.
 ---@param rows ps.DataTable
----@param i integer number of the row, which counts from 1
+---@param i integer number of the row, counted from 1
 ---@param form? string form of the row, as returned by ps.data.format (default: determined by the row's fields)
 ---@return table messages
 ---@return table? tools the field `tools` of the row

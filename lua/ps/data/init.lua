@@ -1,6 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Token shards, which are mapped into memory; writing texts to shards; the loader, which shuffles; and a reader that
--- reads windows in order, for evaluation. A loader reads shards in C. A loader of texts is in text_rows.lua.
+-- ps.data. This file contains:
+--
+--   tokens                                   maps a token shard into memory
+--   write_tokens, encode_text, encode_file   write token shards
+--   loader                                   returns shuffled batches, for training
+--   windows                                  reads all windows of tokens in order, for evaluation
+--
+-- C code reads the shards for a loader. Loaders of texts and of tables are in text_rows.lua.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
@@ -39,9 +45,9 @@ end
 
 local TOKENS = { width = "whole" }
 
---- Maps a token file. If the file has the header of llm.c, the header contains the number of bytes per token. If it has
---- no header, `width` is the number of bytes per token. A .bin file without a header and without `width` is an error.
---- Any other file is text, and each byte is a token.
+--- Maps a token file into memory. If the file begins with the header of llm.c, the header contains the number of bytes
+--- per token. If the file has no header, `width` is the number of bytes per token. If the file has no header and
+--- `width` is not given, a .bin file causes an error, and any other file is text in which each byte is a token.
 ---@param path string
 ---@param options? {width?: 1|2|4} width: number of bytes per token
 ---@return ps.Tokens
@@ -58,7 +64,7 @@ end
 ---@return integer
 function Tokens:count() return tonumber(C.ps_tokens_count(self.handle)) end
 
---- Copies n tokens to an int32 buffer, starting at token `first`, which counts from 0.
+--- Returns n tokens of the shard in a new int32 buffer, starting at token `first`, counted from 0.
 ---@param first integer
 ---@param n integer
 ---@return ffi.cdata* ids int32_t[n]
@@ -78,7 +84,7 @@ local function write_shard(path, width, fill)
   local writer = ffi.gc(out[0], C.ps_tokw_free)
   local ok, problem = pcall(fill, writer)
   if ok then ok, problem = pcall(check, C.ps_tokw_commit(writer)) end
-  C.ps_tokw_free(ffi.gc(writer, nil))                      -- free it now, because this removes the temporary file
+  C.ps_tokw_free(ffi.gc(writer, nil))                      -- freed at once, because this removes the temporary file
   if not ok then error(problem, 0) end
 end
 
@@ -86,7 +92,7 @@ local WRITTEN = { width = "whole", n = "whole" }
 
 --- Writes token ids to a shard with llm.c's header.
 ---@param path string
----@param ids integer[]|ffi.cdata* a Lua list, or an int32 buffer (n must then be given)
+---@param ids integer[]|ffi.cdata* a Lua list, or an int32 buffer, for which options.n must be given
 ---@param options? {width?: 2|4, n?: integer} width: number of bytes per token (default 2). n: number of ids in a
 --- buffer.
 function data.write_tokens(path, ids, options)
@@ -138,7 +144,7 @@ local function check_text(path)
   end
 end
 
---- Writes the tokens of a text file to a shard. The file may have any size, because its text is split at line ends.
+--- Writes the tokens of a text file to a shard. The file may have any size, because it is read and encoded in pieces.
 ---@param text_path string
 ---@param shard_path string
 ---@param tokenizer ps.Tokenizer
@@ -167,8 +173,8 @@ function data.encode_file(text_path, shard_path, tokenizer)
   if not ok then error(problem, 0) end
 end
 
--- Returns a list of ps.Tokens. They are the shards in options.shards, each a path or a ps.Tokens, or the file
--- options.file.
+-- Returns the shards of a loader as a list of ps.Tokens. options.shards is a list in which each item is a path or a
+-- ps.Tokens. If options.shards is nil, options.file is the only shard.
 local function shards_of(options)
   local given = options.shards or { options.file }
   if type(given) ~= "table" or getmetatable(given) == Tokens then given = { given } end
@@ -181,8 +187,8 @@ local function shards_of(options)
   return shards
 end
 
--- Returns the half-open range of tokens to use. The options give it by first and last, or by split = { from, to } as
--- fractions of all tokens.
+-- Returns the half-open range of tokens that a loader reads. The options define this range by token numbers (`first`
+-- and `last`) or by fractions of all tokens (split = { from, to }).
 local function range_of(options, shards)
   local total = 0
   for _, shard in ipairs(shards) do total = total + shard:count() end
@@ -199,7 +205,8 @@ local function batch_tensor(ids, rows, seq, device)
   return tensor
 end
 
--- Returns the next batch of texts. Returns nil at the end of an epoch. The call after that begins the next epoch.
+-- Returns the next batch of a loader of texts, or nil at the end of an epoch. The next call after nil begins a new
+-- epoch.
 local function give_rows(self)
   return text_rows.next(self, random.state())
 end
@@ -208,12 +215,12 @@ local function give(self, x, y, rows, seq)
   return batch_tensor(x, rows, seq, self.device), batch_tensor(y, rows, seq, self.device)
 end
 
--- By group of all ranks: the first loader that returned a batch and that uses the ranks of the mesh.
+-- Maps the group of all ranks to a loader: the first loader that uses the ranks of the mesh and has returned a batch.
 local read_by = setmetatable({}, { __mode = "k" })
-local SAMPLE = 1024                      -- number of tokens compared at the beginning and at the end of a shard
+local SAMPLE = 1024                      -- number of tokens at each end of a shard that ranks compare
 
---- Returns a text that must be equal on all ranks. It describes the tokens of the loader, the beginning of its range,
---- and the order. Returns nil if no loader that uses the ranks of the mesh has returned a batch.
+--- Returns a text that must be equal on all ranks. The text describes the tokens of a loader, the beginning of the
+--- loader's range, and the order. Returns nil if no loader that uses the ranks of the mesh has returned a batch yet.
 ---@param group ps.Group the group of all ranks
 ---@return string?
 function data.read_by(group)
@@ -244,7 +251,7 @@ end
 
 ---@class ps.Loader
 ---@field batch integer number of rows of a batch on this rank
----@field rank integer this rank, which counts from 0
+---@field rank integer number of this rank, counted from 0
 ---@field world_size integer
 ---@field global_batch integer number of rows of a batch on all ranks together: batch * world_size
 ---@field seq integer
@@ -267,8 +274,8 @@ function Loader:__tostring()
     at.batch, at.epoch)
 end
 
--- The class of loaders with stream = true. Reading one of these fields tokenizes the remaining rows first, because only
--- all rows determine the field.
+-- The class of loaders with stream = true. The fields in OF_ALL depend on all rows. Therefore reading one of these
+-- fields first tokenizes all remaining rows.
 local OF_ALL = { batches = true, texts = true }
 local Streaming = { __tostring = Loader.__tostring, __call = function(self) return Loader.__call(self) end }
 function Streaming.__index(self, key)
@@ -276,7 +283,7 @@ function Streaming.__index(self, key)
   return OF_ALL[key] and rawget(self, key) or Loader[key]
 end
 
--- Options of loaders and of windows.
+-- Options that both ps.data.loader and ps.data.windows have.
 local SOURCE = { shards = "string|table", file = "string|table", width = "whole", batch = "whole", seq = "whole",
   first = "whole", last = "whole", split = "table", device = "string" }
 
@@ -289,13 +296,14 @@ local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", 
   drop_last = "boolean", too_long = "string", train_on = "string|function", date = "string", packing = "boolean",
   group_by_length = "boolean", pad_to_multiple_of = "whole", window = "whole", accumulate = "whole",
   loss_weights = "string", cache = "boolean|string", stream = "boolean" }
--- Options that are only for loaders of texts and of tables (OF_TEXTS), and options that are only for loaders of tables.
+-- OF_TEXTS lists the options that only loaders of texts and loaders of tables have. OF_TABLES lists the options that
+-- only loaders of tables have.
 local OF_TEXTS = { "tokenizer", "padding", "drop_last", "too_long", "packing", "group_by_length", "pad_to_multiple_of",
   "window", "accumulate" }
 local OF_TABLES = { "train_on", "date", "loss_weights", "cache", "stream" }
 local WINDOWS = and_also { limit = "whole" }
 
--- Returns an option. C stores it as int32, so its magnitude must be less than 2^31.
+-- Returns an option that C stores as int32. Raises an error if its magnitude is 2^31 or more.
 local function small(options, name, default)
   local value = options[name]
   if value == nil then return default end
@@ -305,21 +313,22 @@ local function small(options, name, default)
   return value
 end
 
---- Returns a loader of batches. A batch is x [batch, seq] and y [batch, seq]. y contains the token after each token of
---- x. A background thread prepares batches in advance.
+--- Returns a loader of batches. For token shards, a batch consists of two tensors, x [batch, seq] and y [batch, seq].
+--- For each token of x, y contains the token that follows it in the shard. A background thread prepares batches in
+--- advance.
 ---
---- If there are several ranks, `batch` is the number of rows per rank. Together the ranks get the same batches as one
---- process with batches of batch * world_size rows. Rank r gets `batch` of these rows, starting at row r * batch. Ranks
---- that hold different stages or layers of one copy of the model get the same rows.
+--- With several ranks, `batch` is the number of rows per rank. All ranks together read the same batches as one process
+--- whose batches have batch * world_size rows. Rank r reads `batch` of these rows, starting at row r * batch. Ranks
+--- that hold different stages or layers of the same copy of the model read the same rows.
 ---
 --- For texts, a batch is one table { input_ids, attention_mask, labels } of int32 tensors [batch, tokens], for models
---- with named inputs. Each text becomes a row, with the special tokens of the tokenizer. A text of more than seq tokens
---- is truncated at its end. `tostring(loader)` contains the number of truncated texts. Rows are padded at their end
---- with the tokenizer's pad token, or with its end token if it has no pad token, or with 0. The label of padding is
---- -100.
+--- with named inputs. Each text becomes a row, including the special tokens that the tokenizer adds. A text of more
+--- than seq tokens is truncated at its end. `tostring(loader)` contains the number of truncated texts. Rows are padded
+--- at their end with the tokenizer's pad token. If the tokenizer has no pad token, its end token is used, and if it has
+--- no end token, 0 is used. The label of padding is -100.
 ---
---- For a table of examples (ps.data.table), batches are of the same kind. The chat template of the tokenizer converts
---- conversations to ids. Tokens that the model must not produce have the label -100.
+--- For a table of examples (ps.data.table), a batch has the same fields as for texts. The chat template of the
+--- tokenizer converts conversations to ids. Tokens that the model must not produce have the label -100.
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
 --- integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?: integer,
 --- rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer, padding?:
@@ -327,17 +336,18 @@ end
 --- train_on?: string|fun(i: integer, role: string): boolean, date?: string, packing?: boolean, group_by_length?:
 --- boolean, pad_to_multiple_of?: integer, window?: integer, accumulate?: integer, loss_weights?: string, cache?:
 --- boolean|string, stream?: boolean} shuffle: whether the order is random (default true). split: { 0, 0.9 } selects the
---- first nine tenths of the tokens. vocab: size of the vocabulary; a larger id is an error. ahead: number of batches
---- that are prepared in advance (default 2). rank and world_size: default to the rank and size of the axis dp of
---- ps.init_distributed, or to one process. device: device of the tensors; an engine accepts any device. texts: a list
---- of texts, instead of shards; a tokenizer is needed, too. padding: rows are padded to the longest row of the batch
---- (default) or to seq. drop_last: whether an incomplete last batch is skipped (default true for texts and false for a
---- table). If it is false, the last batch of texts is smaller, and the last batch of a table is filled with rows of
---- weight 0. table: a table of examples, instead of texts. too_long: what happens to an example of more than seq tokens
---- (default "right": the last tokens are removed, and the example is skipped if no trained token remains). train_on and
---- date: as in tokenizer:apply_chat_template (train_on is "assistant" by default). stream: whether rows are tokenized
---- during the first epoch, ahead of the batches that need them, instead of before the first batch (default false).
---- docs/data.md describes the other options.
+--- first nine tenths of the tokens. vocab: size of the vocabulary; an id of `vocab` or more is an error. ahead: number
+--- of batches that are prepared in advance (default 2). rank and world_size: default to the rank and size of the axis
+--- dp of ps.init_distributed, or to a single process. device: device of the tensors; an engine accepts any device.
+--- texts: a list of texts, in place of shards; a loader of texts also needs a tokenizer. padding: "longest" pads rows
+--- to the length of the longest row of the batch (default), and "max_length" pads rows to seq. drop_last: whether an
+--- incomplete last batch is skipped (default true for texts and false for a table). If drop_last is false, the last
+--- batch of texts has fewer rows, and the last batch of a table is filled with rows of weight 0. table: a table of
+--- examples, in place of texts. too_long: says what happens to an example of more than seq tokens. By default
+--- ("right"), its last tokens are removed, and the example is skipped if no trained token remains. train_on and date:
+--- as in tokenizer:apply_chat_template (train_on is "assistant" by default). stream: true: rows are tokenized during
+--- the first epoch, shortly before the batches that need them; false (default): all rows are tokenized before the first
+--- batch. docs/data.md describes the other options.
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
@@ -417,8 +427,8 @@ local function turn(self)
 end
 
 --- Returns the next batch. After the last batch of an epoch it returns the first batch of the next epoch.
----@return ps.Tensor|table x int32 [batch, seq]; for texts, the whole batch
----@return ps.Tensor? y int32 [batch, seq], the token after each token of x
+---@return ps.Tensor|table x int32 [batch, seq]; for texts and tables, the whole batch
+---@return ps.Tensor? y int32 [batch, seq]; for each token of x, the token that follows it
 function Loader:next()
   local x, y = turn(self)
   if x == nil then x, y = turn(self) end
@@ -426,7 +436,7 @@ function Loader:next()
 end
 
 --- `for batch in loader do` iterates over the remaining batches of the current epoch. Each batch is a table {x, y},
---- which the model of an engine accepts as its argument.
+--- which can be passed to the model of an engine.
 ---@return ps.Tensor[]|table? batch nil at the end of the epoch
 function Loader:__call()
   local x, y = turn(self)
@@ -434,7 +444,7 @@ function Loader:__call()
 end
 
 --- `for x, y in loader:epoch() do` iterates over the remaining batches of the current epoch.
----@return fun(): ps.Tensor|table?, ps.Tensor? x and y, both int32 [batch, seq]; for texts, the whole batch
+---@return fun(): ps.Tensor|table?, ps.Tensor? x and y, both int32 [batch, seq]; for texts and tables, the whole batch
 function Loader:epoch()
   return function() return turn(self) end
 end
@@ -443,10 +453,10 @@ end
 ---@return integer
 function Loader:size() return self.batches end
 
---- Returns the position of the next batch. `batch` is the index of the global batch in its epoch, which counts from 0.
---- A global batch consists of the batches of all ranks.
+--- Returns the position of the next batch. A global batch consists of the batches of all ranks. `batch` is the index of
+--- the next global batch in its epoch, counted from 0.
 ---@return {epoch: integer, batch: integer, window?: integer, row?: integer} a loader of texts or of a table also
---- returns window and row, which are its exact position
+--- returns its exact position as `window` and `row`
 function Loader:position()
   if self.rows then return text_rows.position(self) end
   check(C.ps_loader_get_position(self.handle, self.at))
@@ -468,13 +478,14 @@ function Loader:seek(position)
   check(C.ps_loader_set_position(self.handle, at))
 end
 
--- Fields that must be equal. Otherwise a position refers to other samples.
+-- Fields that must be equal in the loader that saved a position and in the loader that loads it. If a field differs,
+-- the position refers to other samples.
 local IDENTITY = { "seq", "shuffle", "seed", "first", "last", "texts", "drop_last", "window", "packing",
   "group_by_length", "too_long", "mixture" }
 
---- Returns the position of all ranks together. It is equal on all ranks. Any number of ranks can resume from it (see
---- load_state_dict).
----@return table state its field `batch` is the number of rows of a batch on all ranks
+--- Returns the loader's position as a state that can be saved. The state is equal on all ranks. A run can resume from
+--- it with any number of ranks (see load_state_dict).
+---@return table state its field `batch` is the number of rows of a global batch
 function Loader:state_dict()
   local state = { position = self:position(), batch = self.global_batch, batches = self.batches }
   for _, key in ipairs(IDENTITY) do state[key] = self[key] end
@@ -482,16 +493,16 @@ function Loader:state_dict()
   return state
 end
 
--- Converts a saved position to a position of this loader, which may have another batch size. The end of an epoch
--- remains the end of the epoch. Within an epoch, the number of used samples must be a multiple of this loader's batch
--- size. Otherwise some samples would be repeated or skipped.
+-- Converts a saved position to a position of this loader, whose global batch may have another size. If the saved
+-- position is the end of an epoch, the result is also the end of the epoch. Inside an epoch, the number of samples that
+-- were used must be a multiple of this loader's global batch. Otherwise some samples would be repeated or skipped.
 local function position_here(self, state)
   local at, here = state.position, self.global_batch
   if type(at) ~= "table" or type(state.batch) ~= "number" or not tonumber(at.epoch)
     or not tonumber(at.batch or at.window) then
     error("this is not the state of a loader: its position or batch is missing")
   end
-  if at.window ~= nil then return at end  -- the position is a row, which does not depend on the batch size
+  if at.window ~= nil then return at end  -- `window` and `row` do not depend on the batch size
   if state.batch == here then return at end
   if at.batch == state.batches then return { epoch = at.epoch, batch = self.batches } end
   local given = at.batch * state.batch
@@ -506,9 +517,10 @@ local function position_here(self, state)
   return { epoch = at.epoch, batch = given / here }
 end
 
---- Makes the loader continue at the position of a saved loader. The number of ranks may differ. The global batch
---- (batch * world_size) may differ if the position is the end of an epoch, or if the global batch divides the number of
---- samples used in the epoch. Any other difference is an error.
+--- Makes the loader continue at a saved position. The number of ranks may differ from the run that saved the position.
+--- The global batch (batch * world_size) may differ in two cases: if the position is the end of an epoch, or if this
+--- loader's global batch divides the number of samples that the saved loader had used in the epoch. If any other
+--- setting differs, this function raises an error.
 ---@param state table
 function Loader:load_state_dict(state)
   caller.typed(state, "table", "the saved state of a loader")
@@ -523,10 +535,10 @@ function Loader:load_state_dict(state)
 end
 
 --- `for x, y in ps.data.windows { file =, batch =, seq = } do` iterates once over all windows of `seq` tokens, in
---- order, for evaluation. The last batch may have fewer rows.
+--- order, for evaluation. A batch has `batch` rows, but the last batch may have fewer rows.
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
---- integer, last?: integer, split?: number[], limit?: integer, device?: string} limit: maximum number of windows, which
---- are spread evenly over the range
+--- integer, last?: integer, split?: number[], limit?: integer, device?: string} limit: maximum number of windows; the
+--- windows are then spread evenly over the range of tokens
 ---@return fun(): ps.Tensor?, ps.Tensor? x and y, both int32 [rows, seq]
 function data.windows(options)
   options = caller.options(options, "ps.data.windows", WINDOWS)

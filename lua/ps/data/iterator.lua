@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes a loader from Lua iterators: ps.data.iterate(make). make(epoch) returns an iterator over the batches of an
--- epoch. The loader counts the batches that it has returned, so that its position can be saved. When a position is
--- loaded, the loader makes the iterator of that epoch and skips the batches before the position.
+-- Implements ps.data.iterate(make), which makes a loader from Lua iterators. make(epoch) returns an iterator over the
+-- batches of an epoch. The loader counts the batches that it has returned, so that its position can be saved. When a
+-- position is loaded, the loader calls `make` for the epoch of the position and skips the batches before the position.
 local caller = require "ps.core.caller"
 local scope = require "ps.core.scope"
 local error = caller.error
@@ -16,12 +16,14 @@ Iterated.__index = Iterated
 local OPTIONS = { seeks = "boolean" }
 local CALL = "ps.data.iterate"
 
---- Returns a loader whose batches are made by a Lua iterator. It is for loops and for ps.train.run. Each rank has an
---- iterator of its own, which must return the rows of this rank.
+--- Returns a loader whose batches come from a Lua iterator. The loader can be used in loops and by ps.train.run. Each
+--- rank calls `make` for itself, and the iterator must return the rows of this rank.
 ---@param make fun(epoch: integer, from: integer): fun(): any returns an iterator over the batches of an epoch; epochs
---- count from 0. A batch is a table of named tensors, or x, y. An epoch must always have the same batches.
----@param options? {seeks?: boolean} seeks = true: the iterator begins at batch `from`. This is above 0 after a position
---- was loaded. seeks = false: the iterator begins at batch 0, and the loader skips the batches before the position.
+--- count from 0. A batch is a table of named tensors, or two values x, y. For the same epoch, the iterator must always
+--- return the same batches.
+---@param options? {seeks?: boolean} seeks = true: the iterator begins at batch `from`, which is above 0 if a position
+--- inside the epoch was loaded. seeks = false: the iterator begins at batch 0, and the loader skips the batches before
+--- the position.
 ---@return ps.data.Iterated
 function iterator.of(make, options)
   options = caller.options(options, CALL, OPTIONS)
@@ -39,7 +41,7 @@ local function check(self, batch)
     self.at.epoch, type(batch) == "table" and "a table without tensors" or "a " .. type(batch)))
 end
 
--- Returns the iterator of the current epoch. Its next batch is the current batch.
+-- Returns an iterator over the current epoch. The iterator has already skipped all batches before self.at.
 local function opened(self)
   local at = self.at
   local turn = self.make(at.epoch, self.seeks and at.batch or 0)
@@ -85,7 +87,7 @@ local function or_next_epoch(self, batch, ...)
 end
 
 --- Returns the next batch. After the last batch of an epoch it returns the first batch of the next epoch.
----@return any ... a table of named tensors, or x, y
+---@return any ... a table of named tensors, or the two values x, y
 function Iterated:next() return or_next_epoch(self, step(self)) end
 
 --- `for batch in loader:epoch() do` iterates over the remaining batches of the current epoch.

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Permutations that are computed and not stored. A Feistel network permutes the numbers that fit into 2 * k bits, where
--- k is the smallest number with 4^k >= n. A result of n or more is permuted again until it is less than n. This method
--- is called cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+-- Random permutations of n numbers that need no memory: each position is computed when it is needed. A Feistel network
+-- permutes all numbers of 2 * k bits, where k is the smallest number with 4^k >= n. If the result is n or more, it is
+-- permuted again until it is less than n. This method is called cycle walking (Black and Rogaway, "Ciphers with
+-- arbitrary finite domains", 2002).
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local bit = require "bit"
@@ -12,7 +13,8 @@ local permutation = {}
 
 local ROUNDS = 6
 
---- Returns a function that maps i, from 1 to n, to its position in an order. The order depends only on n and the seed.
+--- Returns a function that maps each i in 1 .. n to a different number in 1 .. n. The mapping depends only on n and the
+--- seed.
 ---@param n integer
 ---@param seed integer
 ---@return fun(i: integer): integer

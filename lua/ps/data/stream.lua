@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The first epoch of a loader that tokenizes while it trains. Before each batch, Lua reads the rows that later batches
--- need and renders their templates. Threads encode the texts during the step (src/data/encode.c). The rows of the epoch
--- grow when new examples are complete (src/data/rows.c). The batches are the same as those of a loader that tokenizes
--- before the first step.
+-- The first epoch of a loader with stream = true, which tokenizes examples during training. Before each batch, Lua
+-- reads rows of the table that later batches need, and applies the chat template. Threads encode the resulting texts
+-- during the training step (src/data/encode.c). When examples are complete, they are added to the rows of the epoch
+-- (src/data/rows.c). The loader returns the same batches as a loader that tokenizes all examples before the first step.
 local native = require "ps.core.ffi"
 local ffi = require "ffi"
 local array = require "ps.core.array"
@@ -12,22 +12,22 @@ local byte_array = array "uint8_t"
 
 ---@class ps.Stream
 ---@field handle ffi.cdata* ps_rows of the first epoch
----@field places integer number of examples in the first epoch, including those that will be left out
+---@field places integer number of examples in the first epoch, including examples that will be left out (too long)
 ---@field info ffi.cdata* ps_rows_info
 ---@field private source ps.ExampleSource
----@field private put integer number of examples that were put, in the order of the epoch
----@field private problem? any error of the next example in the order of the epoch
+---@field private put integer number of examples, in the order of the epoch, that were passed to the source
+---@field private problem? any the error of the first example, in the order of the epoch, that failed
 local Stream = {}
 Stream.__index = Stream
 
 local stream = {}
 
 --- Begins to make the rows of the first epoch.
----@param source ps.ExampleSource its examples are scattered
+---@param source ps.ExampleSource its examples can be made in any order
 ---@param config ffi.cdata* ps_rows_config
 ---@param pace {batch: integer, lead: integer, window: integer} batch: number of rows of a batch on all ranks. lead:
 --- number of rows to prepare in advance. window: number of examples that are packed or grouped together, or 0.
----@param refuse fun(handle: ffi.cdata*, failed: integer) raises the error of an example that is too long
+---@param refuse fun(handle: ffi.cdata*, failed: integer) raises the error that example number `failed` is too long
 ---@return ps.Stream
 function stream.new(source, config, pace, refuse)
   local out = ffi.new "ps_rows *[1]"
@@ -39,12 +39,13 @@ function stream.new(source, config, pace, refuse)
   return self
 end
 
--- Stores an error if none was stored before. The callers report errors in the order of the examples.
+-- Stores an error, unless an error is already stored. The callers pass errors in the order of the examples, so the
+-- error of the first failed example is kept.
 function Stream:fail(problem)
   if self.problem == nil then self.problem = problem end
 end
 
--- Adds the rows of the examples that are encoded.
+-- Makes rows from the examples that have been encoded since the last call.
 function Stream:grow()
   local ok, problem, _ = pcall(check, C.ps_rows_grow(self.handle, self.info))
   if ok then return end
@@ -52,7 +53,7 @@ function Stream:grow()
   self:fail(problem)
 end
 
--- Puts example i if it was not put before. Returns false if this fails.
+-- Passes example i to the source, unless it was already passed. Returns false if this fails.
 function Stream:add(i)
   if self.there[i] ~= 0 then return true end
   local ok, problem = xpcall(self.source.add, scope.trace, i + 1)
@@ -60,13 +61,13 @@ function Stream:add(i)
     self.there[i] = 1
     return true
   end
-  self:drain(true)                                         -- the error of an earlier example is reported first
+  self:drain(true)                                         -- stores the error of an earlier example, if one failed
   self:fail(problem)
   return false
 end
 
--- Puts the examples of the epoch up to the one at place `last` in the order. If one fails, its error is stored until a
--- batch needs the example.
+-- Passes examples to the source until the first `last` examples of the epoch have been passed. If an example fails, its
+-- error is stored until a batch needs the example.
 function Stream:feed(last)
   last = math.min(last, self.places)
   while self.put < last and self.problem == nil do
@@ -77,15 +78,17 @@ function Stream:feed(last)
   end
 end
 
--- Stores the examples whose texts were encoded. If `wait` is true, waits until all examples that were put are encoded.
+-- Stores the examples that the threads have encoded, and makes rows from them. If `wait` is true, first waits until the
+-- threads have encoded all examples that were passed to the source.
 function Stream:drain(wait)
   local ok, problem = pcall(self.source.drain, self.source, wait)
-  self:grow()                                              -- an example before the one that failed may be too long
+  self:grow()                                              -- an example before the failed example may be too long
   if not ok then self:fail(problem) end
 end
 
--- Returns up to which place of the order examples are needed. They are needed for the next window or, without windows,
--- for `lead` rows after `row`.
+-- Returns how many examples of the epoch are needed now, counted from the beginning of the epoch. With windows, all
+-- examples up to the end of the next window are needed. Without windows, the examples for `lead` rows after `row` are
+-- needed.
 function Stream:due(row)
   local info, pace = self.info, self.pace
   local taken = tonumber(info.taken)
@@ -93,8 +96,9 @@ function Stream:due(row)
   return taken + math.max(1, row + pace.lead - tonumber(info.rows))
 end
 
---- Puts some of the examples that later batches need. If there are windows, the examples of a window are put in equal
---- parts, one part before each batch. This way they are complete when the batches reach the window.
+--- Passes some of the examples that later batches need to the source. With windows, the examples of the next window are
+--- divided into equal parts, and one part is passed before each batch, so that all examples of the window are complete
+--- when the batches reach it.
 ---@param row integer index of the next batch's first row
 function Stream:ahead(row)
   if self.problem ~= nil then return end
@@ -107,10 +111,10 @@ function Stream:ahead(row)
   self:feed(due)
 end
 
---- Adds rows that the batch at `row` needs, and waits until they are complete. If the next example has an error, raises
---- that error.
+--- Makes the rows that the batch beginning at `row` needs, and waits until they are complete. If the next example
+--- failed, raises its error.
 ---@param row integer
----@return boolean more false if the rows are complete
+---@return boolean more false if all rows of the epoch were already complete
 function Stream:more(row)
   if self.info.taken == self.info.places then return false end
   self:feed(self:due(row))
@@ -120,7 +124,8 @@ function Stream:more(row)
   return true
 end
 
---- Puts all examples, and returns them in the order of the table. After this the rows of the first epoch are complete.
+--- Passes all remaining examples to the source, and waits for them. Completes the rows of the first epoch. Returns all
+--- examples in the order of the table.
 ---@return ps.Examples
 function Stream:finish()
   self:feed(math.huge)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables of examples. Their rows are in files (files.lua) or in lists of a script, and are read one by one. A table is
--- a small cdata, because # then returns the number of its rows. A view computes a row of another table when the row is
--- read.
+-- Tables of examples. The rows of a table are in files (files.lua) or in a list of the script, and are read one by one.
+-- A table is a small cdata, because LuaJIT supports the operator # for cdata, so that #t is the number of rows. A view
+-- is a table that computes each of its rows from a row of another table when the row is read.
 local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
 local values = require "ps.chat.values"
@@ -21,21 +21,19 @@ local tables = {}
 
 ffi.cdef "typedef struct ps_data_table { int32_t id; } ps_data_table;"
 
--- The nodes of tables. A node is { n =, get =, text =, place =, name = }. get(i) returns row i, which counts from 1.
--- text(i) returns the JSON text of row i, or nil. place(i) returns the file and line of row i, for errors. `shared` is
--- true if the rows are the script's own tables.
+-- The nodes of tables. Each table has a node, which reads its rows (ps.data.Node in files.lua).
 local nodes, last = {}, 0
 
 ---@class ps.DataTable
 local Table = {}
 
-local new                                                  -- returns the table of a node; defined below
+local new                                                  -- creates a table for a node; defined below
 
 local function node_of(self) return nodes[self.id] or error "the table is closed" end
 
 -- -- sources --------------------------------------------------------------------------------------------------------
--- Returns row i for a function of the script. If the row is JSON, its keys keep their order. If it is a table that the
--- script made, it is copied.
+-- Returns a copy of row i that a function of the script may change. If the row is JSON, the order of its keys is kept
+-- (see ps.chat.convert).
 local function for_script(node, i)
   local source = node.text and node.text(i)
   if source then
@@ -48,7 +46,7 @@ local function for_script(node, i)
   return node.shared and convert.copied(row) or row
 end
 
--- Returns a node with the rows of several nodes, one after the other.
+-- Returns a node that has all rows of the first node, then all rows of the second node, and so on.
 local function joined(parts, name)
   local starts, n = {}, 0
   for i, part in ipairs(parts) do starts[i], n = n, n + part.n end
@@ -85,7 +83,7 @@ local function joined(parts, name)
   return node
 end
 
--- Returns a node without the rows that cannot be read, and prints the number of these rows.
+-- Returns a node that has all rows of `node` except the rows that cannot be read. Prints the number of omitted rows.
 local function without_bad(node)
   local kept, bad, first = {}, 0, nil
   for i = 1, node.n do
@@ -110,15 +108,16 @@ end
 
 local OPTIONS = { on_error = "string", text = "string" }
 
---- Returns a table of examples. Each row is a Lua table. `#t` is the number of rows, `t[i]` is row i, which counts from
---- 1, and ipairs iterates over the rows. The first call for a file reads the whole file. If the file has 16 MiB or
---- more, this call also writes an index. Later calls read the index instead of the file. The index is FILE.rows in the
---- same folder, or a file in the cache folder.
+--- Returns a table of examples. Each row is a Lua table. `#t` is the number of rows, `t[i]` is row i, counted from 1,
+--- and ipairs iterates over the rows. The first call for a file reads the whole file. If the file has 16 MiB or more,
+--- the first call also writes an index. Later calls read the index and not the whole file. The index is FILE.rows in
+--- the same folder, or a file in the cache folder.
 ---@param source string|table|fun(i: integer): table? a path (.jsonl, .ndjson, .json, .txt, .csv, .tsv, each also with
---- .gz), a folder of such files, or a pattern with * or ?; a list of paths or of rows; or a function that returns row
---- i, and returns nil after the last row
+--- .gz), a folder of such files, or a pattern with * or ?; or a list of paths; or a list of rows; or a function that
+--- returns row i, and nil if i is greater than the number of rows
 ---@param options? {on_error?: "skip"|"raise", text?: "line"|"file"} on_error: "skip" omits the rows that are not JSON
---- and prints their number. text: whether a row {text =} is a line or the whole file, for .txt (default "line").
+--- and prints their number; "raise" (default) raises an error. text: for .txt, whether each line becomes a row {text =}
+--- ("line", the default), or the whole file becomes one row ("file").
 ---@return ps.DataTable
 function tables.open(source, options)
   options = caller.options(options, "ps.data.table", OPTIONS)
@@ -153,8 +152,8 @@ function tables.open(source, options)
 end
 
 -- -- views ----------------------------------------------------------------------------------------------------------
--- Returns the node of a table, to make a view of the table. Raises an error if the table is a mixture, because a
--- mixture has no views.
+-- Returns the node of a table for the method `what`, which makes a view. Raises an error if the table is a mixture,
+-- because mixtures do not support views.
 local function whole(self, what)
   local node = node_of(self)
   if node.mix then
@@ -163,8 +162,8 @@ local function whole(self, what)
   return node
 end
 
--- Returns a view. Row i of the view is row at(i) of another table. `what` identifies the view in the keys of caches. It
--- is nil if the view has no key.
+-- Returns a view of the table that `node` belongs to. The view has n rows. Its row i is row at(i) of the table. `what`
+-- is a text that describes the view in cache keys, or nil if the view cannot have a cache key.
 local function view(node, n, at, what)
   local key = node.key and what and function()
     local own = node.key()
@@ -175,7 +174,8 @@ local function view(node, n, at, what)
     place = function(i) return node.place(at(i)) end }
 end
 
--- Returns the result of fn(...) for row i. If fn raises a text as an error, the file and line of the row are added.
+-- Returns the result of fn(...), where fn is a function of the script that processes row i. If fn raises a text as an
+-- error, the file and line of the row are added to the text.
 local function of_script(what, node, i, fn, ...)
   local ok, result = xpcall(fn, scope.trace, ...)
   if ok then return result end
@@ -183,8 +183,9 @@ local function of_script(what, node, i, fn, ...)
   return error(result, 0)
 end
 
---- Returns a table whose row i is the result of fn(row, i) for row i of this table. fn is called when the row is read.
---- It may change the row. The parts of a row that fn does not change keep their order of keys, 1.0 and {} as in JSON.
+--- Returns a table whose row i is fn(row, i), where `row` is row i of this table. fn is called when the row is read. fn
+--- may change `row` and return it. The parts of a JSON row that fn does not change keep the properties of their JSON
+--- text: the order of keys, 1.0 as a float, and {} as an object.
 ---@param fn fun(row: table, i: integer): table
 ---@return ps.DataTable
 function Table:map(fn)
@@ -200,7 +201,7 @@ function Table:map(fn)
   end }
 end
 
---- Returns a table of those rows for which fn(row, i) returns true. Reads all rows once.
+--- Returns a table that contains each row if fn(row, i) returns true for the row. Reads all rows once.
 ---@param fn fun(row: table, i: integer): any
 ---@return ps.DataTable
 function Table:filter(fn)
@@ -213,8 +214,8 @@ function Table:filter(fn)
   return view(node, #kept, function(i) return kept[i] end)
 end
 
---- Returns a table of the same rows in another order. The order depends only on the seed. It is computed when a row is
---- read, so no list of indices is needed.
+--- Returns a table of the same rows in random order. The order depends only on the number of rows and the seed. It is
+--- computed row by row when rows are read, so no list of indices is needed.
 ---@param seed integer
 ---@return ps.DataTable
 function Table:shuffle(seed)
@@ -223,7 +224,7 @@ function Table:shuffle(seed)
   return view(node, node.n, permutation.new(node.n, seed), ("shuffle %s"):format(tostring(seed)))
 end
 
---- Returns a table of the first n rows, or of all rows if there are fewer.
+--- Returns a table of the first n rows. If the table has fewer than n rows, returns a table of all rows.
 ---@param n integer
 ---@return ps.DataTable
 function Table:take(n)
@@ -241,8 +242,8 @@ function Table:skip(n)
   return view(node, node.n - n, function(i) return i + n end, ("skip %d"):format(n))
 end
 
---- Returns two tables. The first one has the given fraction of the rows, from the beginning. The second one has the
---- other rows.
+--- Divides the table into two tables. `first` contains the given fraction of the rows, from the beginning of the table.
+--- `rest` contains all other rows.
 ---@param share number fraction of the rows, in (0, 1)
 ---@return ps.DataTable first
 ---@return ps.DataTable rest
@@ -268,7 +269,7 @@ function Table:concat(...)
 end
 
 --- Returns a table of the rows with the given indices.
----@param numbers integer[] indices of the rows, which count from 1
+---@param numbers integer[] indices of the rows, counted from 1
 ---@return ps.DataTable
 function Table:select(numbers)
   local node, kept = whole(self, "select"), {}
@@ -283,8 +284,8 @@ function Table:select(numbers)
   return view(node, #kept, function(i) return kept[i] end, "select " .. bit.tohex(C.ps_xxh3(listed, #listed)))
 end
 
---- Returns a key that identifies the contents of the rows, for caches. It covers the files and the views. Returns nil
---- if a part of the table has no key. A function, for example, has none.
+--- Returns a text that identifies the contents of the rows, for caches. It depends on the contents of the files and on
+--- the views. Returns nil if a part of the table cannot be identified, such as a Lua function.
 ---@return string?
 function Table:key()
   local node = node_of(self)
@@ -301,9 +302,9 @@ local function checked(node, i)
   return i
 end
 
---- Returns the JSON text of row i, with the keys in the order of the file. Returns nil if the row is not an unchanged
---- row of a JSON file.
----@param i integer number of the row, which counts from 1
+--- Returns the JSON text of row i, as it is in the file. Returns nil if the row is not from a JSON file, or if it was
+--- changed by `map`.
+---@param i integer number of the row, counted from 1
 ---@return string?
 function Table:json(i)
   local node = node_of(self)
@@ -312,7 +313,7 @@ function Table:json(i)
 end
 
 --- Returns the file and line of row i, for error messages.
----@param i integer number of the row, which counts from 1
+---@param i integer number of the row, counted from 1
 ---@return string
 function Table:place(i)
   local node = node_of(self)
@@ -339,8 +340,8 @@ local handle = ffi.metatype("ps_data_table", {
 
 local MOST_REPEATS = 1000
 
--- Raises an error if an epoch would be very much longer than all tables together. This is for an epoch that ends when
--- every table has ended once.
+-- Raises an error if an epoch of a mixture with exhausted = "repeat" would have very many more rows than all tables
+-- together. Such an epoch ends when every table has ended at least once.
 local function check_repeats(mix)
   local rows, all, longest, slowest = 0, 0, 0, 1
   for i, n in ipairs(mix.counts) do
@@ -353,13 +354,14 @@ local function check_repeats(mix)
     :format(longest * all, MOST_REPEATS, rows, slowest, mix.weights[slowest], all))
 end
 
---- Returns a mixture of tables. A loader reads a mixture by weights: the weights determine from which table it reads
---- the next row. Therefore the tables have the same proportions in all parts of an epoch. Each table is shuffled
---- separately. The rows of a mixture are the rows of the first table, then the rows of the second table, and so on.
+--- Returns a mixture of tables. When a loader reads the next row of a mixture, the weights determine from which table
+--- it reads the row. Therefore the tables have the same proportions in all parts of an epoch. Each table is shuffled
+--- separately. If a script reads a mixture by index, the rows of the first table come first, then the rows of the
+--- second table, and so on.
 ---@param parts {[1]: ps.DataTable, [2]: number}[] the tables with their weights; a weight is above 0
----@param options? {exhausted?: "leave"|"repeat"|"stop"} what happens when a table has no more rows. "leave" (default):
---- the epoch continues with the other tables, so each row is read once per epoch. "repeat": the table starts again,
---- until every table has ended once. "stop": the epoch ends.
+---@param options? {exhausted?: "leave"|"repeat"|"stop"} says what the loader does when a table has no more rows.
+--- "leave" (default): the epoch continues with the other tables, so each row is read once per epoch. "repeat": the
+--- table starts again, until every table has ended at least once. "stop": the epoch ends.
 ---@return ps.DataTable
 function tables.mix(parts, options)
   options = caller.options(options, "ps.data.mix", { exhausted = "string" })
@@ -399,7 +401,7 @@ function new(node)
   return handle(last)
 end
 
--- Makes ipairs and pairs iterate over the rows of a table: 1, first row; 2, second row; and so on.
+-- Makes ipairs(t) and pairs(t) iterate over the rows of a table t. They return i and t[i] for i = 1, 2, ... #t.
 lists.of_cdata(handle, function(self)
   local node = node_of(self)
   return function(_, i)

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The rows of a ps.data.loader of texts or of a table of examples: their order in each epoch, and the batches. A row is
--- one example, padded at its end, or several packed examples. Which examples are in a row depends on the examples, the
--- settings and the epoch (src/data/rows.c). It does not depend on batches and ranks. Therefore a run can resume at a
--- position of a row with any number of ranks. A thread makes batches before they are used (src/data/batches.c).
+-- Implements ps.data.loader for texts and for tables of examples: the order of the rows in each epoch, and the batches.
+-- A row contains one example that is padded at its end, or several packed examples. The examples, the settings and the
+-- epoch determine which examples are in a row (src/data/rows.c). The batch size and the number of ranks have no
+-- influence. Therefore a run can resume at a row with any number of ranks. A thread makes batches in advance
+-- (src/data/batches.c).
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
@@ -16,16 +17,15 @@ local C, check = native.C, native.check
 local count_array, weight_array = array "int64_t", array "double"
 
 ---@class ps.TextRows
----@field count integer number of examples in the first epoch. With a stream, this and the next two fields are set by
---- rows.complete.
+---@field count integer number of examples in the first epoch. With a stream, rows.complete sets count, cut and dropped.
 ---@field seq integer maximum number of tokens in a row
----@field cut integer number of examples that were truncated because they were longer than seq
----@field dropped integer number of examples that were left out: longer than seq, or without a trained token after
---- truncation
+---@field cut integer number of examples that were truncated because they have more than seq tokens
+---@field dropped integer number of examples that were left out, because they have more than seq tokens or because no
+--- trained token remained after truncation
 ---@field private examples ps.Examples|ps.ExampleSource
 ---@field private stream? ps.Stream the rows of the first epoch while its examples are being tokenized
 ---@field private batches? ffi.cdata* a ps_batches, whose thread makes batches in advance
----@field private weights? "token"|"example" kind of the loss_weights in a batch, or nil if a batch has none
+---@field private weights? "token"|"example" how loss_weights are computed; nil if batches have no loss_weights
 local Rows = {}
 Rows.__index = Rows
 
@@ -38,7 +38,7 @@ rows.WINDOW = 4096                       -- number of consecutive examples that 
 rows.AHEAD = 2                           -- number of batches that the thread makes in advance
 
 -- -- an epoch -------------------------------------------------------------------------------------------------------
--- Raises the error that an example is too long.
+-- Raises an error that says that example `failed` is too long.
 local function refuse(self, handle, failed)
   local n = ffi.new "int64_t[1]"
   check(C.ps_examples_read(handle, failed, nil, nil, 0, n))
@@ -46,7 +46,7 @@ local function refuse(self, handle, failed)
     self.seq))
 end
 
--- Returns the rows of an epoch. If the thread that makes batches already has them, they are not made again.
+-- Returns the rows of an epoch. If the thread that makes batches has already made these rows, they are not made again.
 local function make(self, epoch)
   local info, out = ffi.new "ps_rows_info", ffi.new "ps_rows *[1]"
   local rc
@@ -62,7 +62,7 @@ local function make(self, epoch)
     dropped = tonumber(info.dropped) }
 end
 
---- Returns the rows of an epoch. They are made by the first call for the epoch.
+--- Returns the rows of an epoch. The first call for an epoch makes the rows.
 ---@param epoch integer
 ---@return {rows: integer, examples: integer, tokens: integer, handle: ffi.cdata*}
 function Rows:epoch(epoch)
@@ -70,7 +70,7 @@ function Rows:epoch(epoch)
   return self.now
 end
 
---- Returns the window that contains a row, and the index of the row in this window, which counts from 0.
+--- Returns the window that contains a row, and the row's index in this window, counted from 0.
 ---@param epoch integer
 ---@param row integer
 ---@return integer window
@@ -82,7 +82,7 @@ function Rows:window(epoch, row)
   return tonumber(out[0]), tonumber(out[1])
 end
 
---- Returns the row that has an index in a window.
+--- Returns the row that has the index `within` in a window.
 ---@param epoch integer
 ---@param window integer
 ---@param within integer
@@ -97,10 +97,10 @@ function Rows:at(epoch, window, within)
   return row
 end
 
---- Returns the numbers of the examples in n rows of an epoch, starting at row `first`. The numbers count from 1. This
---- is for tests and reports.
+--- Returns the numbers of the examples, counted from 1, that are in n rows of an epoch. Tests and reports use this
+--- function.
 ---@param epoch integer
----@param first integer index of the first row, which counts from 0
+---@param first integer index of the first of the n rows, counted from 0
 ---@param n integer
 ---@return integer[]
 function Rows:numbers(epoch, first, n)
@@ -120,7 +120,7 @@ local function tensor_of(values, n, length, dtype, device)
   return t
 end
 
--- Makes the tensors of a batch from the arrays of a ps_batch.
+-- Makes the tensors of a batch from the arrays in a ps_batch (`given`).
 local function tensors(self, given, device)
   local n, length = tonumber(given.rows), tonumber(given.length)
   local lists = { input_ids = given.ids, labels = given.labels }
@@ -163,8 +163,8 @@ local function read(self, given, tokenizer)
   end
 end
 
--- Raises an error if a loader has too few rows for one batch. Also raises an error if the last batch would have too few
--- rows for all ranks.
+-- Raises an error if n rows are too few for one batch. Also raises an error if the last batch would have fewer rows
+-- than there are ranks.
 local function check_size(self, given, drop, n)
   local global, what = self.global_batch, given.table and "rows" or "texts"
   local rest = n % global
@@ -180,7 +180,7 @@ local function check_size(self, given, drop, n)
   end
 end
 
--- Creates the ps_batches. Its first batch is the first one of epoch 0.
+-- Creates the ps_batches, whose thread makes batches. It begins with the first batch of epoch 0.
 local function batches_of(self, settings)
   local own, out = self.rows, ffi.new "ps_batches *[1]"
   local first = own.stream and own.stream.handle or own:epoch(0).handle
@@ -217,7 +217,7 @@ function rows.complete(self)
   if own.problem ~= nil then error(own.problem, 0) end
 end
 
---- Sets the fields of a loader of texts, or of a table of examples.
+--- Sets the fields of a loader of texts or of a loader of a table.
 ---@param self table the loader; its fields global_batch and world_size are already set
 ---@param options table the options of ps.data.loader
 ---@return table self
@@ -258,7 +258,8 @@ function rows.fill(self, options)
       window = whole and (options.window or rows.WINDOW) or 0 }, function(...) refuse(own, ...) end)
     check_size(self, options, drop, own.stream.places)
   else own.set_totals() end
-  -- All ranks compare this text. It must be equal even if only some ranks read the examples from the cache.
+  -- The ranks compare self.source, which must be equal on all of them. Therefore it must not depend on whether a rank
+  -- read the examples from the cache.
   self.source = options.stream and (own.examples.key or "without a key") or nil
   self.table_rows = options.table and #options.table
   self.window, self.packing = options.window or rows.WINDOW, own.packing
@@ -283,10 +284,11 @@ function rows.count(self, epoch)
   self.batches = self.drop_last and math.floor(n) or math.ceil(n)
 end
 
---- Returns the next batch. Returns nil at the end of an epoch. The call after that begins the next epoch.
+--- Returns the next batch, or nil at the end of an epoch. The next call after nil begins a new epoch.
 ---@param self table the loader
 ---@param rng table the random state, whose field `sample` this function sets
----@return table<string, ps.Tensor>? batch all int32 [n, length]; rows after the last row of a table have weight 0
+---@return table<string, ps.Tensor>? batch int32 tensors [n, length], except loss_weights, which is fp32. The last batch
+---  of a table is filled up with rows of weight 0.
 function rows.next(self, rng)
   local own = self.rows
   own.given = own.given or ffi.new "ps_batch"
@@ -311,8 +313,8 @@ function rows.next(self, rng)
   return batch
 end
 
---- Returns the position of the next batch. It consists of the epoch, the window, the index of the row in the window,
---- and the index of the batch.
+--- Returns the position of the next batch: its epoch, the window of its first row, the index of the first row in the
+--- window, and the index of the batch in the epoch.
 ---@param self table
 ---@return {epoch: integer, window: integer, row: integer, batch: integer}
 function rows.position(self)
@@ -321,7 +323,7 @@ function rows.position(self)
   return { epoch = at.epoch, window = window, row = row, batch = math.ceil(at.row / self.global_batch) }
 end
 
---- Makes the loader continue at a position, which is given by a window and a row, or by a batch.
+--- Makes the loader continue at a position. The position contains either `window` and `row`, or `batch`.
 ---@param self table
 ---@param position {epoch: integer, window?: integer, row?: integer, batch?: integer}
 function rows.seek(self, position)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The cache folder of data files. It is $XDG_CACHE_HOME/psluajit or, if that variable is not set, ~/.cache/psluajit.
--- Files that are compressed by gzip are unpacked into this folder once.
+-- The cache folder for data files. Its path is $XDG_CACHE_HOME/psluajit, or ~/.cache/psluajit if XDG_CACHE_HOME is not
+-- set. Files that are compressed by gzip are unpacked into this folder once.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local bit = require "bit"
@@ -16,9 +16,9 @@ local function hash(text) return bit.tohex(C.ps_xxh3(text, #text)) end
 
 local function absolute(path) return path:sub(1, 1) == "/" and path or lfs.currentdir() .. "/" .. path end
 
---- Returns the path of the subfolder for a purpose in the cache folder. The subfolder is created if it does not exist.
---- Returns nil if the user has no home folder.
----@param purpose string
+--- Returns the path of a subfolder of the cache folder. The subfolder is created if it does not exist. Returns nil if
+--- the user has no home folder.
+---@param purpose string name of the subfolder, such as "examples"
 ---@return string?
 function unpacked.folder(purpose)
   local home, base = os.getenv "HOME", os.getenv "XDG_CACHE_HOME"
@@ -32,11 +32,11 @@ function unpacked.folder(purpose)
   return folder
 end
 
---- Returns the path in the cache folder for a file that belongs to a data file. Returns nil if the user has no home
---- folder.
----@param purpose string
----@param path string
----@param ending string
+--- Returns a path in the cache folder for a file that is made from a data file, such as its index. Returns nil if the
+--- user has no home folder.
+---@param purpose string name of the subfolder
+---@param path string path of the data file
+---@param ending string ending of the returned path, such as ".rows"
 ---@return string?
 function unpacked.place(purpose, path, ending)
   local folder = unpacked.folder(purpose)
@@ -45,8 +45,8 @@ end
 
 local function quoted(path) return "'" .. path:gsub("'", "'\\''") .. "'" end
 
--- Unpacks a file to another file. Returns true, or nil and the reason if it fails. The messages of the shell and of
--- gzip are written to a file outside the cache, because the disk of the cache may be full.
+-- Unpacks the file `path` to the file `target`. Returns true, or nil and the reason if gzip fails. The messages of the
+-- shell and of gzip are written to a file outside the cache folder, because the disk of the cache folder may be full.
 local function unpack_to(path, target)
   local errors = os.tmpname()
   local rc = os.execute(("(gzip -dc -- %s >%s) 2>%s"):format(quoted(path), quoted(target), quoted(errors)))
@@ -68,20 +68,21 @@ local function remove_older(folder, prefix, keep)
   end
 end
 
--- Opens and locks the file into which this process unpacks. The lock tells other processes that the file is in use.
--- This includes processes on other machines that share the folder. The lock ends with this process. Returns nil if the
--- file cannot be created.
+-- Creates and locks the file into which this process unpacks. The lock shows other processes that the file is in use,
+-- including processes on other machines that share the folder. When this process ends, the system releases the lock.
+-- Returns nil if the file cannot be created.
 local function locked(part)
   local file = io.open(part, "wb")
   if file then lfs.lock(file, "w") end                     -- some file systems have no locks; see remove_stale
   return file
 end
 
--- The age in seconds at which a file that is not locked is removed. A new file is not locked yet.
+-- The age in seconds at which an unlocked file is removed. Newer files are kept, because a process creates its file
+-- shortly before it locks the file.
 local STALE_S = 60
 
--- Removes the files of processes that were killed while they unpacked. These are the files that have not changed for
--- STALE_S seconds and that no process has locked. If the file system has no locks, no file is removed.
+-- Removes the incomplete files of processes that were killed while they unpacked. Such a file has not changed for
+-- STALE_S seconds, and no process has locked it. If the file system does not support locks, no file is removed.
 local function remove_stale(folder)
   if lfs.attributes(folder, "mode") ~= "directory" then return end
   for name in lfs.dir(folder) do
