@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Evaluates language models. There are three tasks: the perplexity of texts and of conversations, multiple choice by
--- log-probabilities, and answers that the model generates. Windows, sums and measures are those of lm-eval, so that the
--- numbers can be compared.
+-- log-probabilities, and answers that the model generates. The windows, sums and measures are defined as in lm-eval
+-- (EleutherAI's evaluation harness), so that the results can be compared with results of lm-eval.
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local characters = require "ps.chat.characters"
@@ -29,17 +29,17 @@ local evaluate = { accuracy = metrics.accuracy, f1 = metrics.f1, exact_match = m
 --- "perplexity")
 ---@field max_length? integer number of tokens in a window (default: number of the model's positions, at most 2048)
 ---@field stride? integer number of tokens that a window predicts (default: max_length, so that windows do not overlap)
----@field batch? integer number of windows per batch, or number of pairs of a question and a choice (default 8)
+---@field batch? integer number of windows in a batch; for "choices", number of choices in a batch (default 8)
 ---@field limit? integer number of rows to evaluate, starting at the first row (default: all rows)
----@field train_on? "assistant"|"last"|"all" which turns of a conversation are evaluated (default "assistant")
+---@field train_on? "assistant"|"last"|"all" the turns of a conversation that are evaluated (default "assistant")
 ---@field date? string "YYYY-MM-DD", for chat templates that print the date
----@field chat? boolean for "answers": true asks a question as a message of the user (default: true if the folder has a
---- chat template)
+---@field chat? boolean for "answers": true: a question is asked as a message of the user (default: true if the
+--- tokenizer's folder has a chat template)
 ---@field max_new? integer for "answers": maximum number of tokens in an answer (default 32)
 ---@field device? string device of the model's inputs (default: device of the model's first parameter)
----@field divide? boolean true: all ranks call this function and divide the rows. This is for a model without an engine.
---- With an engine, the ranks of its data-parallel axis always divide the rows.
----@field progress? fun(done: integer, total: integer) is called after each batch
+---@field divide? boolean only for a model without an engine. true: all ranks call this function and divide the rows
+--- among them. The ranks of an engine's data-parallel axis always do so.
+---@field progress? fun(done: integer, total: integer) a function that is called after each batch
 
 local OPTIONS = { data = "any", task = "string", max_length = "whole", stride = "whole", batch = "whole",
   limit = "whole", train_on = "string|function", date = "string", chat = "boolean", max_new = "whole",
@@ -59,7 +59,7 @@ local function device_of(model)
   return first and first:device()
 end
 
--- Counts words in the same way as lm-eval: the number of runs of space, plus one.
+-- Returns the number of words in a text, counted as in lm-eval: the number of runs of spaces, plus one.
 local function words_in(s)
   local n, inside = 1, false
   for c in s:gmatch(characters.PATTERN) do
@@ -72,14 +72,14 @@ end
 
 local TASKS = {}
 
--- Returns the group of the ranks that divide the rows. Returns nil if this process evaluates all rows.
+-- Returns the group of the ranks that divide the rows among them. Returns nil if each process evaluates all rows.
 local function group_of(model, divide)
   if handle.of(model) then return mesh.group "dp" end
   return divide and mesh.group "world" or nil
 end
 
--- Returns the windows of all rows, and the form of the rows. For texts, also returns the number of words, the number of
--- bytes, and the number of tokens that the model cannot predict because no token precedes them.
+-- Returns the windows of rows 1 to n, and the form of the rows. For texts, also returns the number of words, the number
+-- of bytes, and the number of tokens that cannot be predicted because no token precedes them.
 local function windows_of(tok, rows, n, options)
   local windows, words, bytes, unpredicted = {}, 0, 0, 0
   local form = formats.recognise(rows)
@@ -143,14 +143,14 @@ function TASKS.perplexity(model, tok, rows, n, options)
   return result
 end
 
--- Returns the index of the largest number in a list. If several numbers are the largest, returns the first index.
+-- Returns the index of the largest number in a list. If this number occurs several times, returns its first index.
 local function largest(list)
   local at = 1
   for i, x in ipairs(list) do if x > list[at] then at = i end end
   return at
 end
 
--- Returns the standard error of a mean of n values, each of which is 0 or 1.
+-- Returns the standard error of the mean of n values. Each value is 0 or 1.
 local function error_of(mean, n) return n > 1 and math.sqrt(mean * (1 - mean) / (n - 1)) or nil end
 
 function TASKS.choices(model, tok, rows, n, options)
@@ -194,8 +194,8 @@ function TASKS.choices(model, tok, rows, n, options)
     acc_norm_stderr = error_of(right_norm / n, n), samples = samples }
 end
 
--- Returns the ids of the prompt of row i, and the list of correct answers. The prompt is a question, or a conversation
--- without its last answer.
+-- Returns the ids of the prompt that row i contains, and a list of the correct answers. The prompt is a question, or a
+-- conversation without its last answer.
 local function asked(tok, rows, i, chat, date)
   local row = rows[i]
   if row.messages or row.conversations then
@@ -214,7 +214,8 @@ local function asked(tok, rows, i, chat, date)
     { add_generation_prompt = true, date = date }), answers
 end
 
--- Gathers the samples from all ranks. Each rank has some of the samples before the call, and all of them after it.
+-- Exchanges samples between ranks. Before the call, each rank has computed some of the n samples. After the call,
+-- `samples` contains all n samples on each rank.
 local function gather_samples(group, samples, n)
   if not group then return end
   local mine = {}
@@ -228,7 +229,7 @@ function TASKS.answers(model, tok, rows, n, options)
   local chat = options.chat
   if chat == nil then chat = tok.has_chat_template and tok:has_chat_template() end
   local exact, f1, samples = 0, 0, {}
-  -- The ranks of an engine decode together. Therefore each of them computes all rows.
+  -- All ranks of an engine take part in the decoding of each row. Therefore each rank computes all rows.
   local group = not handle.of(model) and group_of(model, options.divide) or nil
   local rank, ranks = group and group:rank() or 0, group and group:size() or 1
   likelihood.still(model, function()
@@ -247,7 +248,7 @@ function TASKS.answers(model, tok, rows, n, options)
     f1 = f1 / n, samples = samples }
 end
 
--- Checks the options. Returns the options with their defaults, and the rows.
+-- Checks the arguments. Returns the options with defaults filled in, and the rows.
 local function checked(model, tok, options, call)
   caller.typed(model, "table", call .. ": the model")
   caller.typed(tok, "table", call .. ": the tokenizer")
@@ -274,7 +275,7 @@ local function checked(model, tok, options, call)
   return full, rows
 end
 
--- Runs a task. The options were checked before.
+-- Runs the task that full.task selects. `full` and `rows` are from checked().
 local function run(model, tokenizer, full, rows)
   local task = full.task or (rows_of.has_choices(rows[1]) and "choices" or "perplexity")
   caller.one_of(task, TASKS, "ps.evaluate.run: task")
@@ -285,22 +286,24 @@ end
 
 --- Evaluates a causal language model on rows. There are three tasks.
 ---
---- "perplexity" evaluates texts, conversations or ids. In a conversation it evaluates the tokens that the assistant has
---- to produce according to the chat template. Returns { tokens, loss, accuracy, token_perplexity }. loss is the mean
---- per token, and accuracy is the fraction of tokens to which the model gives the highest probability. For texts, it
---- also returns { words, bytes, word_perplexity, byte_perplexity, bits_per_byte }. If the tokenizer has neither
---- bos_token nor eos_token, the first token of each text is not predicted, and `unpredicted` is the number of these
---- tokens.
+--- "perplexity" evaluates texts, conversations or ids. In a conversation, only the tokens that the assistant has to
+--- produce are evaluated. Returns { tokens, loss, accuracy, token_perplexity }. `loss` is the mean loss per token.
+--- `accuracy` is the fraction of tokens for which the model predicts the correct token as the most probable one. For
+--- texts, the result also contains { words, bytes, word_perplexity, byte_perplexity, bits_per_byte }. If the tokenizer
+--- has neither bos_token nor eos_token, the first token of each text is not predicted, and `unpredicted` is the number
+--- of these tokens.
 ---
---- "choices" evaluates rows with query, choices and gold. Returns { acc, acc_norm, samples }. For acc, the score of a
---- choice is the sum of the log-probabilities of its tokens after a space. For acc_norm, the score is this sum divided
---- by the number of characters.
+--- "choices" evaluates rows with the fields query, choices and gold. Returns { acc, acc_norm, samples }. acc is the
+--- fraction of rows in which the correct choice has the highest score. The score of a choice is the sum of the
+--- log-probabilities of its tokens, where the choice follows the query after a space. For acc_norm, this sum is divided
+--- by the number of characters in the choice.
 ---
 --- "answers" evaluates rows with a question and answers, or conversations. The model answers by greedy decoding.
 --- Returns { exact_match, f1, samples }, computed as in SQuAD's script.
 ---
---- With an engine of several ranks, all ranks call this function, divide the rows, and get the same result. With
---- `divide`, ranks without an engine do the same. Each of them must have the whole model.
+--- If an engine has several ranks, all ranks must call this function, and all ranks return the same result. They divide
+--- the rows among them, except for "answers", where each rank computes all rows. With `divide`, ranks without an engine
+--- divide the rows in all tasks. Each of these ranks must have the whole model.
 ---@param model ps.nn.Module|ps.Engine
 ---@param tokenizer ps.TextTokenizer
 ---@param options ps.evaluate.Options
@@ -310,7 +313,7 @@ function evaluate.run(model, tokenizer, options)
   return run(model, tokenizer, full, rows)
 end
 
--- The measures in the line of a result, in order.
+-- The measures that evaluate.line prints, in this order.
 local SHOWN = { "token_perplexity", "word_perplexity", "byte_perplexity", "accuracy", "acc", "acc_norm", "exact_match",
   "f1" }
 
@@ -325,14 +328,14 @@ function evaluate.line(result)
   return table.concat(parts, ", ")
 end
 
---- Returns a callback for ps.train.run { callbacks = { step = ... } }. It evaluates the model every `every` steps. The
---- data is opened only once, by this call.
----@param every integer number of steps
+--- Returns a callback for ps.train.run { callbacks = { step = ... } }. The callback evaluates the model every `every`
+--- steps. evaluate.callback opens the data once, and all evaluations use it.
+---@param every integer number of steps between two evaluations
 ---@param model ps.nn.Module|ps.Engine
 ---@param tokenizer ps.TextTokenizer
 ---@param options ps.evaluate.Options
----@param report? fun(result: table, line: table): string? gets the result and the line of the step, and may return
---- "stop" to end the run (default: rank 0 prints a line)
+---@param report? fun(result: table, line: table): string? called with the result of an evaluation and the log line of
+--- the step; may return "stop" to end the run (default: rank 0 prints a line)
 ---@return fun(line: table): string?
 function evaluate.callback(every, model, tokenizer, options, report)
   caller.whole(every, "ps.evaluate.callback: every", 1)

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Computes log-probabilities of texts with a causal model. It computes them for windows over long texts, for
--- perplexity, and as sums over continuations of contexts. The windows, and the border between a context and its
--- continuation, are those of lm-eval (EleutherAI's evaluation harness), so that the numbers can be compared.
+-- Computes log-probabilities of texts with a causal model. For perplexity, a long text is divided into windows. For
+-- multiple choice, the log-probabilities of a continuation after a context are added up. The windows, and the border
+-- between a context and its continuation, are defined as in lm-eval (EleutherAI's evaluation harness), so that the
+-- results can be compared with results of lm-eval.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
@@ -17,22 +18,23 @@ local int_array = array "int32_t"
 local likelihood = {}
 
 local IGNORED = require("ps.data.batch").IGNORED
--- The maximum number of logits in a batch of continuations. They need 256 MiB in fp32.
+-- The maximum number of logits that a batch of continuations produces. 2^26 logits need 256 MiB in fp32.
 local LOGITS = 2 ^ 26
 
 ---@class ps.evaluate.Window inputs[t] predicts targets[t]
 ---@field inputs integer[]
----@field targets integer[] -100 is ignored
+---@field targets integer[] token ids; a target of -100 is ignored
 ---@field count integer number of targets that are not ignored
 
---- Returns the id of the token that is put before the first token of a text. It is the tokenizer's bos_token, or its
---- eos_token if it has no bos_token, or nil if it has neither.
+--- Returns the id of the prefix token, which is put before the first token of a text. The prefix token is the
+--- tokenizer's bos_token. If the tokenizer has no bos_token, it is eos_token. Returns nil if the tokenizer has neither
+--- token.
 ---@param tok ps.TextTokenizer
 ---@return integer?
 function likelihood.prefix(tok) return tok.bos_token_id or tok.eos_token_id end
 
---- Returns the ids of a text. The tokenizer adds its special tokens, unless the text already begins with the token that
---- is put before texts.
+--- Returns the ids of a text. The tokenizer adds its special tokens, unless the text already begins with the prefix
+--- token.
 ---@param tok ps.TextTokenizer
 ---@param s string
 ---@return integer[]
@@ -42,14 +44,14 @@ function likelihood.encode(tok, s)
 end
 
 --- Appends the windows of a text to a list. Each token is predicted once. The first window predicts `most` tokens, and
---- each later window predicts the next `stride` tokens. A window that predicts fewer than `most` tokens also contains
---- the tokens before them. If `stride` equals `most`, only the last window does.
+--- each later window predicts the next `stride` tokens. If a window predicts fewer than `most` tokens, the tokens
+--- before the predicted tokens are added to its inputs, so that it has `most` inputs.
 ---@param windows ps.evaluate.Window[]
----@param prefix integer the token before the first token
+---@param prefix integer the token that precedes ids[1]
 ---@param ids integer[]
 ---@param most integer number of tokens in a window
----@param stride integer number of tokens that each window after the first one predicts, at most `most`
----@param counts? integer[] 1 for each token that is scored, and 0 for the others (default: all tokens are scored)
+---@param stride integer number of tokens that each window after the first window predicts, at most `most`
+---@param counts? integer[] counts[i] is 1 if ids[i] is scored, and 0 otherwise (default: all tokens are scored)
 function likelihood.windows(windows, prefix, ids, most, stride, counts)
   local done, all = 0, { prefix }
   for i, id in ipairs(ids) do all[i + 1] = id end         -- all[i] is the token before ids[i]
@@ -69,7 +71,7 @@ function likelihood.windows(windows, prefix, ids, most, stride, counts)
   end
 end
 
--- Makes an int32 tensor [n, longest] of n lists. Shorter lists are padded with the value `pad`.
+-- Makes an int32 tensor [n, length of the longest list] from n lists. The other lists are padded with the value `pad`.
 local function padded(lists, pad, device)
   local longest = 1
   for _, list in ipairs(lists) do longest = math.max(longest, #list) end
@@ -82,8 +84,8 @@ local function padded(lists, pad, device)
   return out
 end
 
---- Returns an iterator over batches x, y of windows, for ps.train.evaluate. Rank r gets every ranks-th window, starting
---- at window r. All ranks get the same number of batches.
+--- Returns an iterator over batches x, y of windows, for ps.train.evaluate. Rank r gets the windows r, r + ranks,
+--- r + 2 * ranks and so on, counted from 0. All ranks get the same number of batches.
 ---@param windows ps.evaluate.Window[]
 ---@param rows integer number of windows per batch
 ---@param pad integer
@@ -92,7 +94,7 @@ end
 ---@param device? string
 ---@return fun(): ps.Tensor?, ps.Tensor?
 ---@return integer batches
----@return integer counted number of targets of this rank that are not ignored
+---@return integer counted number of targets in the windows of this rank that are not ignored
 function likelihood.batches(windows, rows, pad, rank, ranks, device)
   local at, n, counted = 0, math.ceil(math.ceil(#windows / ranks) / rows), 0
   for i = 1 + rank, #windows, ranks do counted = counted + windows[i].count end
@@ -109,10 +111,10 @@ function likelihood.batches(windows, rows, pad, rank, ranks, device)
   end, n, counted
 end
 
---- Returns the ids of a context and the ids of its continuation. As in lm-eval, space at the end of the context belongs
---- to the continuation. Both are encoded together. The context has as many of these ids as it has when it is encoded
---- alone. If this number is 0, the context is the token that is put before texts, or nil if the tokenizer has no such
---- token.
+--- Returns the ids of a context and the ids of its continuation, as in lm-eval. Spaces at the end of the context are
+--- moved to the beginning of the continuation. Context and continuation are encoded as one text. The first n ids of
+--- this text belong to the context, where n is the number of ids of the context when it is encoded alone. If n is 0,
+--- the context is the prefix token, or nil if the tokenizer has no prefix token.
 ---@param tok ps.TextTokenizer
 ---@param context string
 ---@param continuation string
@@ -134,7 +136,7 @@ function likelihood.pair(tok, context, continuation)
   return prefix and { prefix }, rest
 end
 
---- Calls fn with the model in evaluation mode and without gradients. Restores the mode of the model after the call.
+--- Calls fn() without gradients, while the model is in evaluation mode. Then restores the mode that the model had.
 ---@param model ps.nn.Module|ps.Engine
 ---@param fn fun(): any
 ---@return any
@@ -147,7 +149,8 @@ function likelihood.still(model, fn)
   return result
 end
 
--- Returns the inputs and the targets of a pair. Keeps only the last `most` inputs.
+-- Returns the inputs and the targets for a context and its continuation. If there are more than `most` inputs, keeps
+-- the last `most` inputs.
 local function row_of(context, continuation, most)
   local ids = {}
   for _, list in ipairs { context, continuation } do for _, id in ipairs(list) do ids[#ids + 1] = id end end
@@ -160,7 +163,7 @@ local function row_of(context, continuation, most)
   return row
 end
 
--- Computes the logits of a model for ids.
+-- Returns the logits of a model for a tensor of ids.
 local function logits_of(model, ids)
   local out = model(ids)
   if type(out) == "table" and not scope.is_tensor(out) then out = out.logits or out[1] end
@@ -170,8 +173,8 @@ local function logits_of(model, ids)
   return out
 end
 
--- Computes the sums of log-probabilities for a batch of rows. sums[r] is the sum for row r. Also returns the size of
--- the vocabulary.
+-- Returns the list `sums` for a batch of rows, and the size of the vocabulary. sums[r] is the sum of the
+-- log-probabilities of all targets of row r.
 local function sums_of(model, rows, how)
   local inputs, targets, sums = {}, {}, {}
   for r, row in ipairs(rows) do inputs[r], targets[r] = row.inputs, row.targets end
@@ -185,8 +188,8 @@ local function sums_of(model, rows, how)
   return sums, logits:size(2)
 end
 
--- Divides rows into batches. Returns the list of row indices for each batch. The rows are sorted from the longest to
--- the shortest, so that rows of similar length are in the same batch.
+-- Divides rows into batches. Returns a list of batches, where a batch is a list of row indices. The rows are sorted
+-- from the longest to the shortest, so that rows of similar length are in the same batch.
 local function batches_of(rows, how, vocabulary)
   local order, batches, at = {}, {}, 1
   for i in ipairs(rows) do order[i] = i end
@@ -203,14 +206,15 @@ local function batches_of(rows, how, vocabulary)
   return batches
 end
 
---- Returns, for each pair, the sum of the log-probabilities of the continuation, given the context.
+--- Takes pairs of a context and a continuation. For each pair, returns the sum of the log-probabilities of the
+--- continuation's tokens after the context.
 ---@param model ps.nn.Module|ps.Engine
 ---@param pairs_ {[1]: integer[], [2]: integer[]}[] the ids of each context and the ids of its continuation. A
 --- continuation has at most `most` ids.
 ---@param options {rows: integer, most: integer, pad: integer, device?: string, vocabulary?: integer, group?: ps.Group,
 --- tick?: fun(n: integer)} rows: maximum number of pairs in a batch. most: maximum number of inputs in a row.
---- vocabulary: number of logits per token (default: that of the first row). group: the ranks that divide the batches.
---- All of them compute the same number of batches. tick: is called with the number of pairs that are finished.
+--- vocabulary: number of logits per token (default: found by computing the first row). group: the ranks that divide the
+--- batches; all ranks of the group compute the same number of batches. tick: called with the number of finished pairs.
 ---@return number[] sums
 function likelihood.sums(model, pairs_, options)
   local rows, sums = {}, {}
@@ -226,7 +230,7 @@ function likelihood.sums(model, pairs_, options)
     for k = 1, ranks do done = done + #(batches[round * ranks + k] or {}) end
     local own = batches[round * ranks + rank + 1]
     local batch = {}
-    for r, i in ipairs(own or batches[1]) do batch[r] = rows[i] end  -- a rank without a batch repeats the first one
+    for r, i in ipairs(own or batches[1]) do batch[r] = rows[i] end  -- a rank without a batch computes batch 1 again
     local got = sums_of(model, batch, options)
     for r, i in ipairs(own or {}) do sums[i] = got[r] end
     if options.tick then options.tick(done) end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures of answers. For classes, these are accuracy and F1. For texts, these are exact match and F1 as in SQuAD's
--- own script (Rajpurkar et al. 2016).
+-- Measures of predictions. The measures of predicted classes are accuracy and F1. The measures of predicted texts are
+-- exact match and word F1, computed as in SQuAD's own script (Rajpurkar et al. 2016).
 local caller = require "ps.core.caller"
 local characters = require "ps.chat.characters"
 local letters = require "ps.chat.letters"
@@ -32,25 +32,25 @@ end
 local AVERAGE = { binary = true, macro = true, micro = true }
 local F1 = { average = "string", positive = "any" }
 
--- Returns F1, computed from the numbers of true positives, false positives and false negatives. Returns 0 if there are
--- no true positives.
+-- Returns the F1 score for tp true positives, fp false positives and fn false negatives. Returns 0 if tp is 0.
 local function f1_of(tp, fp, fn)
   return tp > 0 and 2 * tp / (2 * tp + fp + fn) or 0
 end
 
---- Returns the F1 score of predicted classes. It is the harmonic mean of precision and recall.
+--- Returns the F1 score of predicted classes. The F1 score is the harmonic mean of precision and recall.
 ---@param predictions any[]
 ---@param labels any[]
 ---@param options? {average?: "binary"|"macro"|"micro", positive?: any} average: "binary" (default) is the score of the
---- class `positive` (default 1). "macro" is the mean of the scores of all classes. "micro" is the score of all
---- decisions counted together.
+--- class `positive` (default 1). "macro" is the mean of the scores of all classes. "micro" is the score that is
+--- computed from the counts of all classes added together.
 ---@return number
 function metrics.f1(predictions, labels, options)
   options = caller.options(options, "ps.evaluate.f1", F1)
   checked(predictions, labels, "ps.evaluate.f1")
   local average = options.average or "binary"
   caller.one_of(average, AVERAGE, "ps.evaluate.f1: average")
-  -- Each wrong prediction is a false positive of one class and a false negative of another class.
+  -- Each wrong prediction is a false positive of one class and a false negative of another class, so that the micro F1
+  -- score equals the accuracy.
   if average == "micro" then return metrics.accuracy(predictions, labels) end
   local classes, counts = {}, {}
   local function of(class)
@@ -103,7 +103,7 @@ local function normalized(answer)
   return words
 end
 
--- Computes fn(words of the prediction, words of a reference) for all references, and returns the largest result.
+-- Calls fn(words of the prediction, words of the reference) for each reference, and returns the largest result.
 local function best(prediction, references, call, fn)
   caller.typed(prediction, "string", call .. ": the prediction")
   if type(references) == "string" then references = { references } end
@@ -115,8 +115,8 @@ local function best(prediction, references, call, fn)
   return most
 end
 
---- Returns 1 if a text equals one of the references, and 0 otherwise. Case, punctuation, articles and space are
---- ignored.
+--- Returns 1 if the prediction equals one of the references, and 0 otherwise. Case, punctuation, articles and extra
+--- spaces are ignored.
 ---@param prediction string
 ---@param references string|string[]
 ---@return integer
@@ -126,8 +126,8 @@ function metrics.exact_match(prediction, references)
   end)
 end
 
---- Returns the F1 score of the words of a text, compared with a reference. If there are several references, returns the
---- largest score. Case, punctuation, articles and space are ignored, as in exact_match.
+--- Compares the words of the prediction with the words of a reference, and returns their F1 score. If there are several
+--- references, returns the largest score. Case, punctuation, articles and extra spaces are ignored, as in exact_match.
 ---@param prediction string
 ---@param references string|string[]
 ---@return number

@@ -1,18 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads the rows of evaluations. These are questions with choices and questions with answers. The fields have the names
--- that are used in common data sets.
+-- Reads the rows that are evaluated: questions with choices, and questions with answers. The fields of a row may have
+-- any of the names that are common in data sets.
 local caller = require "ps.core.caller"
 local error = caller.error
 
 local rows = {}
 
--- Fields that may contain the text before an answer. The first one that a row has is used.
+-- Fields that may contain the text before an answer.
 local CONTEXT = { "query", "context", "question", "ctx", "prompt", "instruction", "input" }
 local CHOICES = { "choices", "endings", "options" }
 local GOLD = { "gold", "answer", "label", "answerKey", "target" }
 local ANSWERS = { "answers", "answer", "completion", "output", "target" }
 
--- Returns the value and the name of the first field in `names` that a row has.
+-- Returns the value and the name of the first field in the list `names` that the row contains.
 local function field(row, names)
   for _, name in ipairs(names) do
     local v = row[name]
@@ -25,7 +25,9 @@ end
 ---@return boolean
 function rows.has_choices(row) return field(row, CHOICES) ~= nil end
 
--- Returns the texts of the choices and their labels. The row has a list of texts, or { text =, label = } as in ARC.
+-- Returns a list of the choices' texts and a list of their labels. In the row, the choices are a list of texts, or a
+-- table { text = list of texts, label = list of labels }, as in the data set ARC. Without labels, the second result is
+-- nil.
 local function choices_of(row, place)
   local list, name = field(row, CHOICES)
   local labels
@@ -42,8 +44,8 @@ local function choices_of(row, place)
   return list, labels
 end
 
--- Returns the index of the correct choice, which counts from 1. The row specifies it by an index that counts from 0, by
--- a letter, by a label, or by the text of the choice.
+-- Returns the index of the correct choice, counted from 1. In the row, the correct choice is specified by an index
+-- counted from 0, by a letter, by a label, or by its text.
 local function gold_of(row, list, labels, place)
   local gold, name = field(row, GOLD)
   if gold == nil then error(("%s: the correct choice is missing; give it in the field '%s'"):format(place,
@@ -63,8 +65,7 @@ local function gold_of(row, list, labels, place)
   return i
 end
 
--- Returns the text before the choices. It is the field `query`, or a context and a question, or the only field that may
--- contain such a text.
+-- Returns the text before the choices, and the name of the field that contains it. See rows.choices.
 local function context_of(row, place)
   if type(row.query) == "string" then return row.query, "query" end
   local context, question = row.context, row.question
@@ -80,9 +81,10 @@ local function context_of(row, place)
   return first, name
 end
 
---- Returns the context of a row, its choices, and the index of the correct choice, which counts from 1. The context is
---- the field `query`. If there is none, it is the fields `context` and `question`, with an empty line between them.
---- Otherwise it is the only field among context, question, ctx, prompt, instruction and input.
+--- Returns the context of a row, its choices, and the index of the correct choice, counted from 1. The context is the
+--- field `query`. If the row has no query, but a context and a question, the context is `context`, an empty line and
+--- `question`. Otherwise the row may have only one of the fields context, question, ctx, prompt, instruction and input,
+--- and this field is the context.
 ---@param row table
 ---@param place string file and line of the row, for errors
 ---@return string context
@@ -97,7 +99,8 @@ function rows.choices(row, place)
   return context, list, gold_of(row, list, labels, place)
 end
 
---- Returns the answers to a question. The row has a text, a list of texts, or { text = } as in SQuAD.
+--- Returns the answers to a question. In the row, the answers are a text, a list of texts, or a table
+--- { text = list of texts }, as in SQuAD.
 ---@param row table
 ---@param place string file and line of the row, for errors
 ---@return string[]
@@ -106,7 +109,7 @@ function rows.answers(row, place)
   if type(answers) == "table" and answers.text then answers = answers.text end
   if type(answers) == "string" then answers = { answers } end
   if type(answers) == "table" and row.answers and #answers == 0 and next(answers) == nil then
-    answers = { "" }                                       -- a question of SQuAD that has no answer
+    answers = { "" }                                       -- SQuAD marks a question without an answer this way
   end
   if type(answers) ~= "table" or #answers == 0 then
     error(("%s: %s"):format(place, name and ("the field '%s' is neither a text nor a list of texts"):format(name)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes the answers of a model to requests of OpenAI's API (ps/serve/request.lua). An answer is a table that becomes
--- JSON, or the events of a stream. Only one answer may be computed at a time.
+-- Computes a model's answers to requests of OpenAI's API (ps/serve/request.lua). An answer is a table that is sent as
+-- JSON, or a stream of events. Only one answer may be computed at a time.
 local json = require("cjson").new()
 local copied = require "ps.core.copied"
 local request = require "ps.serve.request"
@@ -11,8 +11,8 @@ local refuse = request.refuse
 
 local answer = {}
 
--- A placeholder for an empty array. The lua-cjson of Debian writes an empty table as an object. Therefore answer.text
--- replaces this string by an empty array.
+-- A placeholder for an empty array. Debian's version of lua-cjson writes an empty table as an object. Therefore an
+-- answer contains this string in place of an empty array, and answer.text replaces the string by "[]".
 local EMPTY = ("empty array %d %d"):format(os.time(), math.random(2 ^ 30))
 local LEAST = -9999                                        -- log-probability that is reported for impossible tokens
 
@@ -24,7 +24,8 @@ function answer.text(value) return (json.encode(value):gsub('"' .. EMPTY .. '"',
 local DEFAULT = 16  -- default number of tokens in a completion, as in OpenAI's API
 
 -- -- text -------------------------------------------------------------------------------------------------------------
--- Returns the first and the last byte of the first stop string in a text, or nil if there is none.
+-- Finds the stop string that occurs first in a text. Returns the positions of its first and last byte, or nil if the
+-- text contains no stop string.
 local function first_stop(text, stops)
   local at, last
   for _, one in ipairs(stops) do
@@ -34,18 +35,18 @@ local function first_stop(text, stops)
   return at, last
 end
 
--- Returns the length in bytes of the first n bytes of a text, without an incomplete character at their end.
+-- Returns the largest number m <= n for which the first m bytes of a text do not end inside a character.
 local function whole_characters(text, n)
   while n > 0 and text:byte(n + 1) and text:byte(n + 1) >= 0x80 and text:byte(n + 1) < 0xc0 do n = n - 1 end
   return n
 end
 
--- Returns the number of characters in a text, which is UTF-8.
+-- Returns the number of characters in a UTF-8 text.
 local function characters(text) return select(2, text:gsub("[^\128-\191]", "")) end
 
--- Returns two functions that pass a text to `put` without the stop strings. add(piece) holds bytes back that may be the
--- beginning of a stop string. It returns false after a stop string was found. finish() passes the bytes that were held
--- back.
+-- Returns two functions, add and finish. They pass a text to `put`, up to the first stop string. add(piece) adds a
+-- piece of the text. It does not yet pass bytes at the end that may be the beginning of a stop string. It returns false
+-- if a stop string was found. finish() passes these last bytes.
 local function cutter(stops, put)
   local held, most, ended = "", 0, false
   for _, one in ipairs(stops) do most = math.max(most, #one) end
@@ -64,8 +65,8 @@ local function cutter(stops, put)
 end
 
 -- -- log-probabilities ------------------------------------------------------------------------------------------------
--- Returns a list with an entry for each id except the first one. An entry has the log-probability of the id, and the
--- `top` likeliest tokens as {id, logprob}.
+-- Returns a table with an entry for each index of `ids` except 1. An entry contains the log-probability of the id, and
+-- a list of the `top` most probable tokens at this position as {id, logprob}.
 local function logprobs_of(model, ids, top)
   local rows = {}
   scope.no_grad(scope.scope, function()
@@ -89,30 +90,30 @@ local function logprobs_of(model, ids, top)
   return rows
 end
 
--- Returns the bytes of a token. They may depend on the token before it. For example, the blank of a token of Llama 2 is
--- removed at the beginning of a text. `before` is the token before it, or nil at the beginning.
+-- Returns the bytes of the token `id`. The bytes may depend on the previous token. For example, Llama 2's tokenizer
+-- removes the blank of a token at the beginning of a text. `before` is the previous token, or nil at the beginning.
 local function bytes_of(tok, before, id)
   local head = before and tok:decode({ before }, { bytes = true }) or ""
   local all = before and tok:decode({ before, id }, { bytes = true })
   return all and all:sub(1, #head) == head and all:sub(#head + 1) or tok:decode({ id }, { bytes = true })
 end
 
--- Returns the name of a token in OpenAI's API. If its bytes are not whole characters, they are escaped, as in \xe2\x96.
--- This way tokens with different bytes have different names.
+-- Returns the name that a token has in OpenAI's API. If the token's bytes are not valid UTF-8, the name is `mark`,
+-- followed by the bytes with escapes such as \xe2\x96. This ensures that tokens with different bytes have different
+-- names.
 local function name_of(bytes, mark)
   if utf8.valid(bytes) then return bytes end
   return mark .. bytes:gsub("[\128-\255]", function(one) return ("\\x%02x"):format(one:byte()) end)
 end
 
--- Returns the object `logprobs` of a completion, for the ids from `first` to #ids. There is no log-probability for the
--- first id of the text.
+-- Returns the object `logprobs` of a completion for ids[first] to ids[#ids]. The log-probability of ids[1] is null.
 local function completion_logprobs(model, tok, ids, first, top)
   local rows = logprobs_of(model, ids, math.max(top, 1))
   local out, begun = { tokens = {}, token_logprobs = {}, top_logprobs = {}, text_offset = {} }, 0
   for i = first, #ids do
     local k, bytes = i - first + 1, bytes_of(tok, ids[i - 1], ids[i])
     local piece = name_of(bytes, "bytes:")
-    -- This is the offset of the character that contains the first byte of the token.
+    -- text_offset is the offset of the character that contains the first byte of the token.
     out.tokens[k], out.text_offset[k] = piece, begun - (bytes:find "^[\128-\191]" and begun > 0 and 1 or 0)
     begun = begun + characters(bytes)
     local row = rows[i]
@@ -149,8 +150,8 @@ local function chat_logprobs(model, tok, ids, first, top)
 end
 
 -- -- generation -------------------------------------------------------------------------------------------------------
--- Generates up to n ids after `ids`. Calls put(text) with the text without the stop strings, and alive() after each
--- token. If one of them returns false, the generation ends. Returns the new ids, and "stop" or "length".
+-- Generates up to n ids after `ids`. Calls put(text) with pieces of the text before the first stop string, and alive()
+-- after each token. If put or alive returns false, the generation ends. Returns the new ids, and "stop" or "length".
 local function continue(model, tok, ids, n, fields, seed, put, alive)
   if n == 0 then return {}, "length" end
   local new, finish = {}, "length"
@@ -189,9 +190,10 @@ local function usage(prompts, completions)
   return { prompt_tokens = prompts, completion_tokens = completions, total_tokens = prompts + completions }
 end
 
--- Generates all choices of a request. Calls emit(index, text) with a piece of the text of a choice, alive() after each
--- token, and done(index, finish, ids, first) when a choice is complete. emit and alive return false if the client has
--- disconnected.
+-- Generates all choices of a request. Calls these functions:
+--   emit(index, text)                with a piece of the text of a choice; returns false if the client has disconnected
+--   alive()                          after each token; returns false if the client has disconnected
+--   done(index, finish, ids, first)  when a choice is complete
 local function run(model, tok, prompts, n, fields, default, emit, alive, done)
   local used, gone = { 0, 0 }, false
   local lengths = {}
@@ -218,8 +220,8 @@ local function run(model, tok, prompts, n, fields, default, emit, alive, done)
   return usage(used[1], used[2])
 end
 
--- Completes a reply and returns it. If the reply is a stream, it is not returned. Instead the event that contains the
--- usage is sent if the request asked for it.
+-- Adds the choices and the usage to a reply and returns it. For a stream, returns nil. If the request asked for the
+-- usage, sends it as an event of the stream.
 local function finished(reply, choices, used, fields, send)
   reply.choices, reply.usage = choices, used
   if not send then return reply end
@@ -235,7 +237,7 @@ end
 ---@param name string name of the model
 ---@param fields table
 ---@param send? fun(event: table): boolean? sends an event of a stream; returns false if the client has disconnected
----@param alive? fun(): boolean is called after each token; returns false if the client has disconnected
+---@param alive? fun(): boolean called after each token; returns false if the client has disconnected
 ---@return table? reply nil if the reply was streamed
 function answer.completion(model, tok, name, fields, send, alive)
   local prompts = request.prompts(fields.prompt, tok, model.config.vocab_size)
@@ -275,7 +277,7 @@ end
 ---@param name string name of the model
 ---@param fields table
 ---@param send? fun(event: table): boolean? sends an event of a stream; returns false if the client has disconnected
----@param alive? fun(): boolean is called after each token; returns false if the client has disconnected
+---@param alive? fun(): boolean called after each token; returns false if the client has disconnected
 ---@return table? reply nil if the reply was streamed
 function answer.chat(model, tok, name, fields, send, alive)
   local prompts = { request.conversation(fields.messages, tok) }

@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The client of a request that computes. The computation puts the events of a stream into a queue, and a coroutine
--- writes them to the client. Therefore a client that reads slowly or not at all does not delay the computation and
--- later requests.
+-- The client of a request that needs the model. The computation puts the events of the reply's stream into a queue, and
+-- a coroutine writes the events to the client. Therefore a client that reads slowly, or does not read, does not delay
+-- the computation or later requests.
 local cqueues = require "cqueues"
 local condition = require "cqueues.condition"
 local http_server = require "ps.core.http_server"
 
 local client = {}
 
--- The maximum size in bytes of the events in the queue. If a client reads too little, so that the queue grows larger,
--- it is disconnected.
+-- The maximum size in bytes of the events in the queue. If the queue grows larger, because the client reads too slowly,
+-- the client is disconnected.
 local MOST_HELD = 8 * 2 ^ 20
 
 ---@class ps.serve.Client
@@ -18,8 +18,8 @@ local MOST_HELD = 8 * 2 ^ 20
 local Client = {}
 Client.__index = Client
 
---- Returns the client of a stream of lua-http.
----@param stream table
+--- Creates the client of a request.
+---@param stream table the stream of lua-http for the request
 ---@param begin fun(): boolean? writes the headers of a stream of events
 ---@param patience number time limit in seconds for writing an event
 ---@return ps.serve.Client
@@ -28,7 +28,8 @@ function client.new(stream, begin, patience)
     events = {}, first = 1, last = 0, held = 0, complete = false, written = false, changed = condition.new() }, Client)
 end
 
--- Writes events up to and including the last one. Returns false if the client does not read them.
+-- Writes the events in the queue to the client, until the last event of the reply is written. Returns false if the
+-- client does not read the events.
 local function write_events(self)
   if not self.begin() then return false end
   while true do
@@ -61,7 +62,7 @@ function Client:put(text)
   return not self.gone
 end
 
---- Adds the last event to the queue. Waits until all events are written or the client is gone.
+--- Adds the last event of the reply to the queue. Waits until all events are written or the client is gone.
 ---@param text string
 function Client:finish(text)
   self.complete = true
@@ -69,8 +70,8 @@ function Client:finish(text)
   while not self.written and not self.gone do self.changed:wait() end
 end
 
---- Runs the coroutines of other connections, which read requests and write replies. Returns false if the client is
---- gone.
+--- Lets the coroutines of other connections run, so that they can read requests and write replies. Returns false if
+--- this client is gone.
 ---@return boolean
 function Client:alive()
   cqueues.sleep(0)

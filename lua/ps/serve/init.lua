@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- An HTTP server that provides OpenAI's API for a model (tools/serve.lua). Each connection is a coroutine of cqueues,
--- which lua-http runs. Requests that need the model are computed one after the other, in the order of their arrival.
--- After each token, other connections can read requests and write replies, but they cannot compute.
+-- which lua-http runs. Requests that need the model are computed one after the other, in the order in which they
+-- arrive. After each token, the coroutines of other connections run: they read requests and write replies, but do not
+-- use the model.
 local json = require("cjson").new()
 local answer = require "ps.serve.answer"
 local caller = require "ps.core.caller"
@@ -14,11 +15,12 @@ local error = caller.error
 local serve = {}
 
 local MOST = 8 * 2 ^ 20                                    -- maximum size of a request's body in bytes
-local PATIENCE = 30                                        -- default of the option `patience` in seconds
--- The size in bytes of a piece of a reply. A client must read each piece within `patience`.
+local PATIENCE = 30                                        -- default of the option `patience`, in seconds
+-- The size in bytes of a piece of a reply. A client must read each piece within the time limit `patience`.
 local PIECE = 2 ^ 16
 
--- Returns whether two texts are equal. The time does not depend on the position of the first difference.
+-- Returns whether two texts are equal. The run time does not depend on the position of the first difference, so that it
+-- reveals nothing about the token.
 local function same(a, b)
   local off = bit.bxor(#a, #b)
   for i = 1, #a do off = bit.bor(off, bit.bxor(a:byte(i), b:byte((i - 1) % math.max(#b, 1) + 1) or 0)) end
@@ -40,10 +42,10 @@ local OPTIONS = { name = "string", host = "string", port = "whole", token = "str
 ---@param tok ps.Tokenizer
 ---@param options {name: string, host?: string, port?: integer, token?: string, no_token?: boolean, kv_cache?:
 --- "bf16"|"q8_0", told: fun(address: string, token: string?), patience?: number} name: name of the model in the API.
---- host: default 127.0.0.1. port: default a free port. token: default a random token. no_token = true: requests need no
---- token. kv_cache: as in generate. told: is called with the address and the token. patience: time limit in seconds for
---- reading the body of a request, for writing an event of a stream, and for writing 64 KiB of another reply (default
---- 30).
+--- host: the address to listen on (default 127.0.0.1). port: default: a free port. token: default: a random token.
+--- no_token = true: requests need no token. kv_cache: as in generate. told: called with the address and the token when
+--- the server is ready. patience: a time limit in seconds (default 30). It applies separately to reading the body of a
+--- request, to writing one event of a stream, and to writing 64 KiB of a reply that is not a stream.
 function serve.run(model, tok, options)
   options = caller.options(options, "serve.run", OPTIONS)
   local ok, server = pcall(require, "http.server")
@@ -70,7 +72,7 @@ function serve.run(model, tok, options)
     h:append("cache-control", "no-store")
     h:append("x-content-type-options", "nosniff")
     for key, value in pairs(more or {}) do h:append(key, value) end
-    local first = stream.connection.pipeline               -- in HTTP/1, replies have the order of the requests
+    local first = stream.connection.pipeline               -- in HTTP/1, replies are sent in the order of the requests
     if first and first:peek() ~= stream and stream.state ~= "closed" then stream.pipeline_cond:wait() end
     return stream:write_headers(h, bodiless[stream] or false, patience)
   end
@@ -90,7 +92,7 @@ function serve.run(model, tok, options)
       status == "401" and { ["www-authenticate"] = "Bearer" } or nil)
   end
 
-  -- Waits until no other request is being computed, and then calls fn.
+  -- Waits until all earlier requests that need the model are computed, and then calls fn().
   local function in_turn(fn)
     local me = {}
     waiting[#waiting + 1] = me
@@ -105,7 +107,7 @@ function serve.run(model, tok, options)
 
   local function compute(stream, given, chat)
     if (given:get "expect" or ""):lower() == "100-continue" and stream.peer_version ~= 1 then
-      stream:write_continue(patience)                      -- the client waits for this before it sends the body
+      stream:write_continue(patience)                      -- the client sends the body only after it receives this
     end
     local body, why = stream:get_body_chars(MOST + 1, patience)
     if not body and not why then body = "" end
@@ -160,7 +162,7 @@ function serve.run(model, tok, options)
           .. "tools/serve.lua printed", nil, "invalid_api_key")
       end
     elseif not hosts[given:get ":authority"] then
-      -- The name may belong to another site that made it resolve to this machine.
+      -- The host name in the request may belong to another site, which made the name resolve to this machine.
       return problem(stream, "401", "without a token the server answers only to its own address")
     end
     local route = ROUTES[path]

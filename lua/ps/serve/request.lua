@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks requests of OpenAI's API: the fields of a completion or of a conversation. If a field would change the answer
--- and is not supported, the error names it.
+-- Checks requests of OpenAI's API: the fields of a completion or of a conversation. If a field is not supported and
+-- would change the answer, the request is rejected with an error that contains the field's name.
 local json = require("cjson").new()
 local caller = require "ps.core.caller"
 local utf8 = require "ps.core.utf8"
@@ -13,8 +13,8 @@ local request = {}
 ---@field param? string
 ---@field code? string
 
---- Raises an error that is sent as the reply.
----@param status string
+--- Raises an error that the server sends to the client as the reply.
+---@param status string the HTTP status
 ---@param message string
 ---@param param? string
 ---@param code? string
@@ -23,8 +23,8 @@ function request.refuse(status, message, param, code)
 end
 local refuse = request.refuse
 
---- Returns the text of an error that was caught, without its position in the code. No line of a script is involved, so
---- the position would be in lua-http.
+--- Returns the text of an error that was caught, without the position at its beginning. No script called the function
+--- that failed, so the position would be a line of lua-http.
 ---@param problem any
 ---@return string
 function request.reason(problem)
@@ -70,7 +70,7 @@ local function stops(value, key)
   end
   return value
 end
--- Returns a function that checks a field. Only the given values are supported.
+-- Returns a function that raises an error if a field does not have one of the given values.
 local function only(...)
   local allowed = { ... }
   return function(value, key)
@@ -103,9 +103,9 @@ local CHAT = { messages = anything, logprobs = boolean, top_logprobs = whole(0, 
   tool_choice = only("none"), functions = only(json.null), reasoning_effort = only("none"), modalities = anything,
   parallel_tool_calls = anything }
 
---- Returns the fields in the body of a request, after checking them.
+--- Decodes the body of a request, checks its fields, and returns them.
 ---@param body string
----@param chat boolean
+---@param chat boolean true for a chat request, false for a completion request
 ---@return table
 function request.read(body, chat)
   if not utf8.valid(body) then refuse("400", "the body must be JSON in UTF-8") end
@@ -151,7 +151,7 @@ end
 
 local PARTS = "must be a string, or a list of parts of type text"
 
--- Returns the text in the content of a message.
+-- Returns the text of a message's content, which is a string or a list of parts.
 local function content_of(value, key)
   if type(value) == "string" then return value end
   if type(value) ~= "table" then bad(key, PARTS) end
