@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs a function in its own process and returns its result. The function can then neither change nor end the calling
--- process, and all its memory is freed when its process ends.
+-- Runs a function in a child process and returns its result. The function can neither change nor end the calling
+-- process, and all memory of the function is freed when the child process ends.
 local cjson = require "cjson"
 local fcntl = require "posix.fcntl"
 local lfs = require "lfs"
@@ -11,7 +11,7 @@ local child = {}
 
 local PIECE = 65536
 
--- Redirects this process's standard output, and with `quiet` its standard error, to /dev/null.
+-- Redirects the standard output of this process to /dev/null. With `quiet`, also redirects the standard error.
 local function silence(quiet)
   local null = fcntl.open("/dev/null", fcntl.O_RDWR)
   unistd.dup2(null, 0)
@@ -23,12 +23,12 @@ local function write_all(fd, text)
   local at = 1
   while at <= #text do
     local n = unistd.write(fd, text:sub(at, at + PIECE - 1))
-    if not n then return end                              -- the reader no longer exists
+    if not n then return end                              -- the process that reads the pipe no longer exists
     at = at + n
   end
 end
 
--- Raises an error if a fork of this process would be incomplete.
+-- Raises an error if this process contains something that a fork cannot copy: threads, or a loaded psluajit.
 local function check_alone()
   local cause
   if package.loaded["ps.core.ffi"] then cause = 'has loaded psluajit (require "ps")' end
@@ -43,11 +43,11 @@ local function check_alone()
     .. 'require "ps"'):format(cause), 0)
 end
 
---- Starts fn(give) in a separate process. give(value) passes a JSON value to the parent process and ends the child
+--- Starts fn(give) in a child process. give(value) passes a JSON value to the parent process and ends the child
 --- process. The standard output of the child process is discarded. Raises an error if this process has loaded "ps" or
 --- has threads.
 ---@param fn fun(give: fun(value: table))
----@param quiet boolean whether to also discard its standard error
+---@param quiet boolean true: the standard error of the child process is discarded too
 ---@return {pid: integer, fd: integer} running
 function child.begin(fn, quiet)
   check_alone()
@@ -71,8 +71,8 @@ function child.begin(fn, quiet)
   give { error = { message = ok and "it returned no result" or tostring(problem) } }
 end
 
---- Waits for a process of child.begin. If the process ended without a value, for example because it was killed, the
---- result contains an error.
+--- Waits for a child process that child.begin started. Returns the value that the process passed to `give`. If the
+--- process ended without a value, for example because it was killed, the result contains an error.
 ---@param running {pid: integer, fd: integer}
 ---@return table value
 function child.finish(running)
@@ -92,7 +92,7 @@ function child.finish(running)
   return cjson.decode(text)
 end
 
---- Runs fn(give) in a separate process. Returns the value that fn passes to give.
+--- Runs fn(give) in a child process. Returns the value that fn passes to `give`.
 ---@param fn fun(give: fun(value: table))
 ---@param quiet boolean
 ---@return table value

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Simulates a pipeline's step from the costs of its stages (src/pipe/simulate.c). The simulation runs in its own
--- process, because the library makes a context.
+-- Simulates a step of a pipeline from the costs of its stages (src/pipe/simulate.c). The simulation runs in a child
+-- process, because it loads psluajit, and this process must not load psluajit (see planning/child.lua).
 local child = require "ps.planning.child"
 
 local course = {}
 
--- Simulates the step of a model that is cut into stages. `cut` is a ps.planning.Pipeline. `costs` has the costs of its
+-- Simulates a step of a model that is cut into stages. `cut` is a ps.planning.Pipeline. `costs` lists the costs of the
 -- virtual stages (ps.pipe.Cost).
 local function simulated(cut, costs, link)
   local got = child.run(function(give)
@@ -19,18 +19,18 @@ local function simulated(cut, costs, link)
   return got
 end
 
---- Returns the peak bytes of activations that each stage keeps. They follow from the stage's row in the table of the
---- schedule.
+--- Returns, for each stage, the largest size in bytes of the activations that the stage keeps at the same time. The
+--- order of forwards and backwards in the pipeline schedule determines this size.
 ---@param cut ps.planning.Pipeline
----@return number[] by stage, from 1
+---@return number[] by stage, counted from 1
 function course.held(cut)
   local costs = {}
   for v, row in ipairs(cut.vstages) do costs[v] = { held = row.held } end
   return simulated(cut, costs).held
 end
 
---- Returns the fraction of the ranks' time in which they are idle. It assumes that the time of an action is
---- proportional to its counted operations, and that transfers take no time.
+--- Returns the bubble: the fraction of the step in which ranks are idle. Assumes that the time of an action is
+--- proportional to its number of operations, and that transfers take no time.
 ---@param cut ps.planning.Pipeline
 ---@return number
 function course.bubble(cut)
@@ -39,12 +39,12 @@ function course.bubble(cut)
   return simulated(cut, costs).bubble
 end
 
---- Simulates the step in seconds.
+--- Simulates a step and returns its duration in seconds (makespan) and its bubble.
 ---@param cut ps.planning.Pipeline
----@param by_stage number[] compute seconds per step of each stage, indexed by stage from 1. They are divided among the
----  actions of the stage in proportion to their operations
+---@param by_stage number[] seconds per step that each stage computes, by stage, counted from 1. The seconds of a stage
+---  are divided among its actions in proportion to the actions' numbers of operations
 ---@param recompute boolean whether backward repeats the forward
----@param rate number bytes per second from one stage to the next
+---@param rate number speed in bytes per second at which a stage sends to the next stage
 ---@return {makespan: number, bubble: number}
 function course.seconds(cut, by_stage, recompute, rate)
   local sums, costs = {}, {}

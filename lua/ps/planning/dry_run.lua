@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- One dry run of a script, in its own process. The script runs to the end of its first optimizer:step() on a simulated
--- machine (ps_machine_pretend). The code and the decisions of the engine are those of a real run. Ops allocate memory
--- but do not compute, and chunks move without contents. The peaks of the tiers are therefore those of a real first
--- step. A trial can have other budgets, batch rows or model blocks. It sets them through the engine's hooks
+-- Performs one dry run of a script, in a process that runs nothing else. The script runs to the end of its first
+-- optimizer:step() on a simulated machine (ps_machine_pretend). The engine executes the same code and makes the same
+-- decisions as in a real run, but ops only allocate memory and do not compute, and chunks move without contents.
+-- Therefore the peaks of the tiers are the same as in a real first step. A dry run can change the script's budgets, the
+-- rows of its batches and the blocks of its model. It makes these changes through the engine's hooks
 -- (ps/core/hooks.lua).
 local hooks = require "ps.core.hooks"
 local known = require "ps.planning.known"
@@ -12,7 +13,7 @@ local dry_run = {}
 
 local MUCH = 2 ^ 50
 
--- Replaces settings of the configuration by the trial's settings.
+-- Replaces settings of the script's configuration by the settings in the request.
 local function change_settings(request, seen)
   local budgets = request.budgets or {}
   hooks.on("settings", function(cfg)
@@ -29,13 +30,14 @@ local function change_settings(request, seen)
   end)
 end
 
--- Makes Lua's collector run at fixed points. Otherwise it would run at a different time in each run. Peaks would then
--- differ by the size of small tensors that the collector has not freed yet.
+-- Makes Lua's garbage collector run at fixed points of the step. Otherwise the collector would run at different times
+-- in different runs, and the peaks would differ by the size of small tensors that the collector has not freed yet.
 local function collect_by_count()
   hooks.on("action", function(action, begins) require("ps.core.collector").pace_script(action, begins) end)
 end
 
--- Records for each tier the phase of the run in which its peak last rose: {name -> phase}.
+-- Records for each tier the phase of the run in which the tier's peak rose for the last time. The result is a table
+-- from the tier's name to the phase.
 local function watch_peaks()
   local C, look = require "ps.core.declared", require "ps.memory.chunks"
   local PARTS = { [C.PS_ACT_FORWARD] = "forward of micro-batch %d", [C.PS_ACT_BACKWARD] = "backward of micro-batch %d",
@@ -56,8 +58,7 @@ local function watch_peaks()
   return when, note
 end
 
--- Counts the rows of the script's micro-batches. In a trial with another number of rows, changes the batches to have
--- that number.
+-- Counts the rows of the script's micro-batches. If `rows` is given, changes each micro-batch to have `rows` rows.
 local function watch_rows(seen, rows)
   local batch = require "ps.data.batch"
   hooks.on("batch", function(engine, given)
@@ -69,7 +70,7 @@ local function watch_rows(seen, rows)
   end)
 end
 
--- Returns the longest list of modules inside a module.
+-- Returns the longest ModuleList inside a module, or nil if the module contains no ModuleList.
 local function longest_list(module)
   local longest
   for _, m in module:named_modules() do
@@ -78,8 +79,8 @@ local function longest_list(module)
   return longest
 end
 
--- Counts the blocks of the script's model. In a trial with another number of blocks, the models that are made later get
--- that number.
+-- Counts the blocks of the script's model: the items of its longest ModuleList. If `blocks` is given, appends blocks to
+-- each model that is made from now on, until the model has `blocks` blocks.
 local function watch_blocks(seen, blocks)
   hooks.on("model", function(model_func)
     return function()
@@ -98,8 +99,9 @@ local function watch_blocks(seen, blocks)
   end)
 end
 
--- Counts the operations and bytes of the first step's ops. Ops of the engine's own dry runs are not counted. Returns a
--- function. When it is called after the step, that function returns a list in the form of ps.profiler.stop.
+-- Counts the operations and bytes of the ops in the first step, but not of the ops in the engine's own dry run. Returns
+-- a function that must be called after the step. This function returns a list with the name, flops and bytes of each
+-- op.
 local function watch_ops()
   local profiler, counting = require "ps.profile.profiler", false
   hooks.on("action", function()
@@ -117,7 +119,7 @@ local function watch_ops()
 end
 
 -- -- results ----------------------------------------------------------------------------------------------------------
--- Returns the number of parameters that each rank owns. Returns nil if ranks do not share parameters.
+-- Returns the number of parameters that each rank along dp owns, or nil if parameters are not sharded.
 local function owned(engine)
   if engine.zero_stage == 0 then return nil end
   local list = {}
@@ -135,7 +137,7 @@ end
 
 local function tp_of(engine) return engine.tensor_parallel and engine.tensor_parallel.group:size() or 1 end
 
--- Returns how the model is cut into stages. The result has the costs of the virtual stages for the script's
+-- Returns a description of the model's cut into stages, with the costs of each virtual stage for one of the script's
 -- micro-batches. Returns nil if the model is not cut.
 ---@return ps.planning.Pipeline?
 local function cut_of(engine)
@@ -167,8 +169,8 @@ local function cut_of(engine)
     micro_batches = micros, performed = pipe.performed, vstages = vstages, sent = sent * micros }
 end
 
--- Ends the run of a pipeline before its first step, if another rank along dp owns more parameters. The result then has
--- the index of that rank, and the facts that hold for all ranks.
+-- If another rank along dp owns more parameters than this rank of a pipeline, ends the run before its first step. The
+-- result then contains the index of the rank that owns the most parameters, and the facts that hold for all ranks.
 local function seek_owner(give, seen)
   local off
   off = hooks.on("action", function()
@@ -181,9 +183,10 @@ local function seek_owner(give, seen)
   end)
 end
 
--- Counts the bytes that this rank sends along dp and tp, starting with the first action of a step. Groups that have
--- simulated ranks are counted like any other group (ps_group_bytes_sent). Returns a function to call after the step. It
--- returns the bytes by axis, and the bytes along tp that are sent in pieces during products.
+-- Counts the bytes that this rank sends along dp and tp from the first action of a step on. The bytes are counted by
+-- ps_group_bytes_sent, which also counts bytes that would be sent to simulated ranks. Returns a function that must be
+-- called after the step. This function returns the bytes by axis, and the bytes along tp that are sent in pieces during
+-- products.
 local function watch_sent()
   local C, mesh, before, in_pieces = require "ps.core.declared", require "ps.dist.mesh", {}, 0
   local function sent(axis)
@@ -192,8 +195,8 @@ local function watch_sent()
   end
   hooks.on("action", function(action, begins)
     if not begins or action.kind ~= C.PS_ACT_FORWARD or action.micro > 0 or action.vstage > 0 then return end
-    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- the dry run calls this, too; the last
-                                                                            -- call is for the real step
+    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- the engine's dry run also gets here; the
+                                                                            -- last call is made by the real step
     in_pieces = before.tp and mesh.group("tp"):bytes_in_pieces() or 0
   end)
   return function(cut)
@@ -207,8 +210,8 @@ local function of_engine(engine, seen, when, tiers, sent)
   local built, forecast, links = engine.built, engine.plan.forecast or nil, {}
   for i, tier in ipairs(tiers) do
     tier.when = when[tier.name]
-    -- The first step does not have all chunks, but later steps do. The forecast of the last tier includes space for all
-    -- chunks. That space is allocated when chunks are evicted to the tier.
+    -- In the first step, some chunks do not exist yet. In later steps, all chunks exist. The forecast of the last tier
+    -- includes space for all chunks. This space is allocated when chunks are evicted to the tier.
     local steady, last = forecast and forecast.tiers[i], i == #tiers and i > 1
     local rests = last and (forecast and forecast.evicted[i - 1] or 0) == 0
     if steady and steady.peak > tier.peak and not rests then
@@ -234,7 +237,7 @@ local function of_engine(engine, seen, when, tiers, sent)
     model_parameters = cut and engine.module:num_parameters() or nil, notes = seen.notes }
 end
 
--- Returns the peak of plain memory. This is for runs without an engine in chunks.
+-- Returns the result of a run whose model is not in chunks: the peak size of memory on each device.
 local function of_devices(engine, seen)
   local devices, views, plain, device = require "ps.core.devices", require "ps.memory.views", {}, "cpu"
   for _, d in ipairs(devices.all()) do
@@ -245,7 +248,7 @@ local function of_devices(engine, seen)
   return { fits = true, plain = plain, device = device, rows = seen.rows, blocks = seen.blocks }
 end
 
--- Returns an error of the script as a table. The table has the line of the script.
+-- Converts an error of the script to a table. The message in the table contains the line of the script.
 local function explained(problem)
   local caller = require "ps.core.caller"
   local text = caller.at(tostring(problem))
@@ -259,16 +262,17 @@ local function explained(problem)
   return out
 end
 
-local REHEARSED, ROUNDS = 1e12, 8          -- REHEARSED: number of operations, which take a few seconds
-local STEADY = 2 ^ 18                      -- bytes; the rounds end when the process grows by less in one round
+local REHEARSED, ROUNDS = 1e12, 8          -- limits of all rounds: 10^12 operations (a few seconds), and 8 rounds
+local STEADY = 2 ^ 18                      -- the rounds end when one round adds fewer bytes than this to the process
 
--- Returns the size in bytes of the memory that a real process has in addition to tensors, and that this process lacks.
--- It consists of memory that oneDNN keeps after products, and of pages of files that only the parent process has
--- touched.
+-- Returns the size in bytes of the memory that a real process uses in addition to tensors, but this process does not.
+-- It consists of the memory that oneDNN keeps after matrix products, and of pages of files that the parent process has
+-- touched and this process has not.
 --
--- To measure it, the function performs products in rounds until the process stops growing. Several rounds are needed
--- because the heap is fragmented, so a buffer may not fit at once. Returns nil if the products would need too much time
--- or memory, or if the system does not report the pages of a process. The second result is the elapsed time in seconds.
+-- To measure the memory of oneDNN, this function computes products in rounds, until the process stops growing. One
+-- round is not enough, because the heap is fragmented, and a buffer may not fit into a gap at once. Returns nil if the
+-- products would need too much time or memory, or if the system does not report the pages of a process. The second
+-- result is the elapsed time in seconds.
 local function kept_by_products(C, pages_before)
   local pages, operations = require "ps.planning.pages", require("ffi").new "double[1]"
   local seconds = require("ps.core.process").now
@@ -287,7 +291,7 @@ local function kept_by_products(C, pages_before)
 end
 
 -- -- the run ----------------------------------------------------------------------------------------------------------
--- Sets the environment variables with which a launcher passes the rank to a process.
+-- Sets the environment variables that a launcher sets to pass the rank to a process.
 local function set_rank(request)
   local setenv = require("posix.stdlib").setenv
   if not request.ranks then return end
@@ -298,7 +302,8 @@ local function set_rank(request)
   end
 end
 
--- Rewords errors about ranks for a plan: a plan of several ranks needs a script that joins the ranks.
+-- Replaces the engine's errors about ranks by errors that say how to plan several ranks: the script must call
+-- ps.init_distributed().
 local function watch_joining(request)
   hooks.on("ranks_wanted", function(ranks)
     return ("plan this number of ranks, or a multiple, with --ranks %d and a script that calls ps.init_distributed() "
@@ -310,8 +315,8 @@ local function watch_joining(request)
   end)
 end
 
--- Records the text that the script writes to io.stderr, because this text explains why the script ends. Returns a
--- function that returns the part of the text after ": ".
+-- Records the text that the script writes to io.stderr, because this text may explain why the script ended. Returns a
+-- function that returns ": " followed by the text, or "" if the script has written no text.
 local function keep_errors()
   local real, text = io.stderr, ""
   local methods = { write = function(self, ...)
@@ -363,7 +368,7 @@ function dry_run.perform(request, give)
     caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()%s"):format(
       tostring(code), said()))
   end
-  -- The existing table is changed instead of replaced, because argparse keeps a reference to it.
+  -- The table `arg` is changed and not replaced, because argparse keeps a reference to it.
   for i = -9, math.max(#arg, #request.args) do arg[i] = request.args[i] end       -- luacheck: ignore 122
   arg[0] = request.script                                                         -- luacheck: ignore 122
   local chunk, why = loadfile(request.script)

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Machines for plans. Each file in tools/hardware/ returns a ps.planning.Machine or a family of machines. A family has
--- common fields, and the differences of each machine by name in `variants`. A name can end with x and a number
--- ("h200x8"). The machine then has that number of GPUs.
+-- The machines for which plans can be made. Each file in tools/hardware/ returns a ps.planning.Machine, or a family of
+-- machines. A family is a table with the fields that its machines have in common, and a field `variants`, which
+-- contains the other fields of each machine by name. A name can end with x and a number of GPUs: "h200x8" is a machine
+-- with 8 GPUs.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
@@ -9,29 +10,29 @@ local hardware = {}
 
 ---@class ps.planning.Machine
 ---@field text string
----@field source string source of the numbers
+---@field source string the publication or measurement that the numbers are from
 ---@field gpu? {nbytes: number, sms?: integer, flops: table<string, number>, bandwidth: number, between: number} nbytes:
 ---  size of the memory in bytes. sms: number of multiprocessors, which determines the workspace of kernels. flops:
 ---  operations per second by dtype. bandwidth: bytes per second of the memory. between: bytes per second to and from
 ---  the other GPUs, in each direction
 ---@field taken? {what: string, nbytes: number, ranks?: boolean, source: string}[] parts of a GPU's memory that the
----  engine cannot use. A part with `ranks` is unusable only if there are several ranks
+---  engine cannot use. A part with ranks = true is unusable only if there are several ranks
 ---@field host {nbytes: number, flops?: table<string, number>, bandwidth?: number}
 ---@field links {up: number, down: number} bytes per second between host and GPU
 ---@field network? number bytes per second between a GPU and the GPUs of other machines, in each direction
 ---@field disk? {read: number, write: number} bytes per second, or nil if they were not measured
 ---@field adam {host: number, device?: number} parameters per second
----@field efficiency table<string, number[]> lowest and highest fraction of these speeds that is reached in practice, by
----  name: compute, links, between, disk
----@field measured? boolean whether probe.lua measured them on the machine itself
----@field memory_alone? string the reason why a plan counts only its memory
+---@field efficiency table<string, number[]> lowest and highest fraction of a speed that is reached in practice, by name
+---  of the speed: compute, memory, links, between, disk
+---@field measured? boolean whether probe.lua measured the fractions on the machine
+---@field memory_alone? string if set, a plan for this machine contains no times; the text says why
 ---@field path string path of the table's file
 
 local FOLDER = "/tools/hardware/"
 
 local function bytes_text(n) return ("%.0f MiB"):format(n / 2 ^ 20) end
 
--- Merges one table over another. The fields of the former replace those of the latter, also in nested tables.
+-- Returns a copy of `base` in which the fields of `other` replace the fields of the same name, also in nested tables.
 local function over(base, other)
   local out = {}
   for key, value in pairs(base) do out[key] = value end
@@ -41,8 +42,8 @@ local function over(base, other)
   return out
 end
 
--- Returns all machines by name. If a file does not return a table, its entry is the text of the error. The error is
--- raised only if this machine is used.
+-- Returns all machines by name. If a file does not return a table, the machine's entry contains the text of the error,
+-- which is raised only if the machine is used.
 local function machines()
   local all = {}
   for file in lfs.dir(paths.root .. FOLDER) do
@@ -60,7 +61,7 @@ local function machines()
   return all
 end
 
--- Fields of type text that every table must have.
+-- The fields that every table must have: texts (TEXTS), numbers (NUMBERS), and numbers in tables of GPUs (OF_GPU).
 local TEXTS = { "text", "source" }
 local NUMBERS = { "host.nbytes", "links.up", "links.down", "adam.host" }
 local OF_GPU = { "gpu.nbytes", "gpu.bandwidth", "gpu.between" }
@@ -68,7 +69,7 @@ for _, what in ipairs { "compute", "memory", "links", "between", "disk" } do
   for i = 1, 2 do NUMBERS[#NUMBERS + 1] = ("efficiency.%s.%d"):format(what, i) end
 end
 
--- Raises an error if a table lacks a field that plans read.
+-- Raises an error if a machine's table does not have all fields that plans need.
 local function check(t)
   local function fail(wrong) error(("%s is not a table of a machine: %s"):format(t.path, wrong), 0) end
   if t.wrong then fail(t.wrong) end
@@ -112,14 +113,14 @@ end
 ---  that a dry run simulates
 ---@field rates table<string, number> speeds in the form of ps.rates
 ---@field table ps.planning.Machine
----@field one string name of this machine with one GPU
+---@field one string name of the machine that is like this one, but has one GPU
 ---@field count integer number of GPUs
 ---@field taken {what: string, nbytes: number, source: string}[]
 ---@field notes string[]
 
 --- Returns a machine by name.
 ---@param name string
----@param host_nbytes? number bytes of host memory, instead of the table's value
+---@param host_nbytes? number size of the host memory in bytes (default: the size in the table)
 ---@return ps.planning.Hardware
 function hardware.find(name, host_nbytes)
   local known = machines()

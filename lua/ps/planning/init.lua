@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans a script: finds the memory and the time of its first step on a machine, by dry runs (planning/trial.lua,
--- search.lua). This file makes no context of psluajit, because each dry run has its own process.
+-- Plans a script: finds how much memory and time its first step needs on a machine. The numbers are found by dry runs
+-- (planning/trial.lua, search.lua). Each dry run is a child process. This process must not load psluajit, because it
+-- could then not be forked (planning/child.lua).
 local caller = require "ps.core.caller"
 local child = require "ps.planning.child"
 local course = require "ps.planning.course"
@@ -16,16 +17,16 @@ local planning = {}
 ---@field script string path of the script
 ---@field args? string[] arguments of the script
 ---@field hardware? string name of a machine (planning/hardware.lua), or nil for this machine
----@field host? number bytes of the machine's host memory
----@field ranks? integer number of processes (default: the hardware's number of GPUs)
----@field find? "budget"|"batch"|"model"|"all"|"nothing" what further dry runs look for: the smallest budgets and
----  remedies, the largest batch, or the largest model (default: all)
----@field limit? number seconds within which further dry runs may begin, or 0 for no limit (default 60). Values that are
----  not found in this time are reported as bounds
+---@field host? number size of the machine's host memory in bytes
+---@field ranks? integer number of processes (default: the number of GPUs of `hardware`)
+---@field find? "budget"|"batch"|"model"|"all"|"nothing" selects the searches, which need further dry runs. "budget":
+---  the smallest budgets and remedies. "batch": the largest batch. "model": the largest model (default: all)
+---@field limit? number time limit of all searches in seconds, or 0 for no limit (default 60). A search that reaches the
+---  limit reports a bound
 ---@field quiet? boolean whether to discard the engine's notes
 
--- Returns the speeds of this machine, between its processor and the device sim. They are measured in a separate
--- process.
+-- Measures the speeds of this machine in a child process, with the simulated device `sim` as the GPU. Returns the
+-- speeds.
 local function rates_here()
   local got = child.run(function(give)
     local r = require("ps.engine.plan.rates").measured("sim")
@@ -34,8 +35,8 @@ local function rates_here()
   return not got.error and got or nil
 end
 
--- Returns the tier in which a failed run had too little memory, the budget of the tier, and the smallest budget that
--- the run needs.
+-- Returns the tier in which a failed run had too little memory, the tier's budget, and the smallest budget of the tier
+-- with which the run fits.
 local function shortage(request, result)
   local tier = result.error.tier or "host"
   local had = (result.budgets or {})[tier]
@@ -71,10 +72,11 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
--- Returns the size in bytes of a real process of the run. All tiers of the run except the disk must be memory of this
--- machine. The size is the sum of three numbers. The first is the size of the tiers. The second is the size of the dry
--- run's process, which has the same program and script without contents of tensors. The third is the other memory of a
--- real process (result.kept), if it is known. Returns nil for a GPU, because its driver also allocates host memory.
+-- Returns the size in bytes that a process of a real run would have. The size is the sum of three numbers:
+-- 1. the size of all tiers except the disk
+-- 2. the size of the dry run's process, which contains the same program and script, but no contents of tensors
+-- 3. the other memory of a real process (result.kept), if it is known
+-- Returns nil for a GPU, because the driver of the GPU also allocates host memory.
 local function process_of(result)
   if result.device == "cuda" or not result.tiers then return nil end
   local sum, besides = 0, result.rss + (result.kept or 0)
@@ -86,8 +88,8 @@ local OPTIONS = { script = "string", args = "table", hardware = "string", find =
   host = "number", ranks = "whole", limit = "number" }
 local LIMIT_S = 60
 
---- Plans a script. A shortage of memory is part of the result. Any other error is raised with the line of the script,
---- for example if the script fails, reads a value, or has no step.
+--- Plans a script. If the script needs too much memory, the plan says so. Any other error is raised with the line of
+--- the script, for example if the script fails, reads the value of a tensor, or does not call optimizer:step().
 ---@param options ps.planning.Options
 ---@return table plan the data that report.lines and --json print
 function planning.plan(options)

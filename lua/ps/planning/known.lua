@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Results of a dry run of one pipeline rank that are the same for all ranks: the costs of the parts of the model, and
--- the cut of the model into stages. Dry runs of other ranks use these results (ps/core/hooks.lua) instead of counting
--- again.
+-- Facts that the dry run of one pipeline rank finds out, and that hold for all ranks: the costs of the model's parts,
+-- and the cut of the model into stages. The dry runs of other ranks use these facts through hooks (ps/core/hooks.lua)
+-- and do not count the costs again.
 local hooks = require "ps.core.hooks"
 
 local known = {}
 
--- The numeric fields of a cost. They are passed as text, because JSON would lose digits.
+-- The fields of a cost that are numbers. They are converted to text for JSON, because JSON numbers would lose digits.
 local NUMBERS = { "forward", "input", "weight", "numel", "nbytes", "activations", "dropouts", "first_dropout",
   "carry_nbytes" }
 
@@ -22,10 +22,10 @@ end
 
 local function as_text(number) return ("%.17g"):format(number) end
 
---- Returns the facts of an engine after the dry run of its step. Returns nil if the engine's model is not cut into
---- stages.
+--- Returns the facts that an engine knows after the dry run of its step. Returns nil if the engine's model is not cut
+--- into stages.
 ---@param engine ps.Engine
----@return table? value of JSON
+---@return table? value of the facts, which can be encoded as JSON
 function known.of(engine)
   local pipe = engine.driver.pipe
   if not pipe then return nil end
@@ -34,7 +34,7 @@ function known.of(engine)
   return value
 end
 
---- Stores the facts in this process, which runs another rank of the same mesh.
+--- Makes the engine of this process use the facts from the dry run of another rank of the same mesh.
 ---@param value? table
 function known.tell(value)
   if not value then return end

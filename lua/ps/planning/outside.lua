@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Protects the user's files from a dry run. Files that the script writes are stored in a separate folder. The script
--- can read them under their original paths (ps_file_divert). The folder is removed after the run. Folders that the
--- script makes are recorded, but not made. The script cannot start programs, and it can remove and rename only files
--- that it wrote. This file is used only in the process of a dry run. The process ends after the run.
+-- Protects the user's files from a dry run. When the script writes a file, the file is stored in a temporary folder.
+-- The script can read the file under the original path (ps_file_divert). The temporary folder is removed after the run.
+-- When the script makes a folder, the folder is recorded, but not made. The script can remove and rename only files
+-- that it wrote, and it cannot start programs. This module is used only in the process of a dry run, which ends after
+-- the run.
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
 local lfs = require "lfs"
@@ -15,15 +16,15 @@ local C = require "ps.core.declared"
 
 local outside = {}
 
-local COPIED = 2 ^ 20                      -- number of bytes per read when a file is copied because the script appends
-                                           -- to it
+local COPIED = 2 ^ 20                      -- number of bytes per read when fill() copies a file
 local there = ffi.new "char[4096]"         -- buffer for a path
 
 local function nothing() return true end
 local function zero() return 0 end
 
--- Returns the actual path of a file. This is the run's own copy, or the path itself if the script has not written a
--- file with this name.
+-- Returns the actual path of a file. If the script has written the file (or is going to, if `writes` is true), the
+-- actual path is in the temporary folder. Otherwise it is `path`. The second result is true if the actual path is in
+-- the temporary folder.
 local function at(path, writes)
   if type(path) ~= "string" then return path, false end
   local moved = C.ps_file_diverted(path, writes and 1 or 0, there, ffi.sizeof(there))
@@ -31,7 +32,7 @@ local function at(path, writes)
   return ffi.string(there), true
 end
 
--- Copies the user's file to the run's own file, before the script appends to the file or modifies it.
+-- Copies the user's file `path` to the temporary file `own`, before the script appends to the file or modifies it.
 local function fill(open, path, own)
   local from = lfs.attributes(own) == nil and open(path, "rb")
   if not from then return end
@@ -49,7 +50,7 @@ local function close_io()
     local own, moved = at(path, writes)
     if moved and writes and not how:find "w" then
       fill(open, path, own)
-      -- the user's path raises the error, because there is no such file
+      -- There is no such file. Opening the user's path returns the error with this path.
       if how:find "r" and lfs.attributes(own) == nil then own = path end
     end
     return open(own, mode)
@@ -90,7 +91,7 @@ local function close_os(folder)
   unistd.unlink, stdio.rename = os.remove, os.rename
 end
 
--- Makes the folders that the script has created appear to exist and to be empty.
+-- Makes the folders that the script has made (and that only were recorded) look like empty folders.
 local function close_folders()
   local made, attributes, dir, access = {}, lfs.attributes, lfs.dir, unistd.access
   local function name(path) return path:gsub("^%./", ""):gsub("/+$", "") end
@@ -139,12 +140,13 @@ local function close_posix()
   refuse(unistd, { "fork", "exec", "execp", "execx" }, "a dry run does not start programs: posix.unistd.%s")
 end
 
---- Returns the folder for a dry run's files. Its name contains the process id. The parent process removes it.
+--- Returns the path of the temporary folder for a dry run. Its name contains the process id of the dry run. The parent
+--- process removes the folder.
 ---@param pid integer
 ---@return string
 function outside.folder(pid) return ("%s/psluajit-dry-%d"):format(os.getenv "TMPDIR" or "/tmp", pid) end
 
---- Removes the folder of a dry run that has ended.
+--- Removes the temporary folder of a dry run that has ended.
 ---@param pid integer
 function outside.remove(pid)
   local folder = outside.folder(pid)
@@ -155,7 +157,7 @@ function outside.remove(pid)
   lfs.rmdir(folder)
 end
 
---- Redirects the access of this process to files that it could write.
+--- Begins the protection in this process: replaces the functions of Lua and of luaposix that change files.
 function outside.close()
   local folder = outside.folder(unistd.getpid())
   assert(lfs.mkdir(folder))

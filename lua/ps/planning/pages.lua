@@ -1,18 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Memory of this process as the operating system sees it (/proc/self). A forked process does not have its parent's
--- pages of files (the program, libraries) until it touches them itself. So the process of a dry run is smaller than a
--- process that was started for the script. The sizes of both processes are counted from their pages.
+-- The memory of this process, as reported by the operating system (/proc/self). In a forked process, a page of a file
+-- (the program, a library) is not in memory until the process touches the page, even if it is in the parent's memory.
+-- So the process of a dry run is smaller than a process that is started for the script. This module counts the pages by
+-- which the two processes differ.
 local pages = {}
 
 local PAGE = 4096                          -- page size in bytes on x86-64
-local PRESENT = 128                        -- the highest bit of the eight bytes of a page in /proc/self/pagemap
-local LARGEST = 2 ^ 28  -- size in bytes of the largest mapping that counts; larger ones are a script's data
+local PRESENT = 128                        -- highest bit of the last of the 8 bytes per page in /proc/self/pagemap
+local LARGEST = 2 ^ 28  -- mappings of more than this number of bytes are not counted, because they are a script's data
 
 ---@class ps.planning.Pages consecutive pages that a process has in memory
 ---@field first number address of the first page
 ---@field count integer
 
---- Returns the number of bytes of this process that are in memory. Returns nil if the system does not report it.
+--- Returns the resident size of this process in bytes, or nil if the system does not report it.
 ---@return integer?
 function pages.resident()
   local f = io.open "/proc/self/smaps_rollup"
@@ -21,14 +22,15 @@ function pages.resident()
   return kib and tonumber(kib) * 1024
 end
 
--- Returns the system's entries for consecutive pages, with 8 bytes per page. Returns nil if there are none.
+-- Returns the entries of /proc/self/pagemap for `count` consecutive pages, as a text with 8 bytes per page. Returns nil
+-- if the entries cannot be read.
 local function read(map, first, count)
   local text = map:seek("set", first / PAGE * 8) and map:read(count * 8)
   return text and #text == count * 8 and text or nil
 end
 
---- Returns the pages of files that this process has in memory. A forked process has them at the same addresses. Returns
---- nil if the system does not report them.
+--- Returns the pages of mapped files that are in the memory of this process. In a forked process, the same pages have
+--- the same addresses. Returns nil if the system does not report the pages.
 ---@return ps.planning.Pages[]?
 function pages.of_files()
   local map, list = io.open("/proc/self/pagemap", "rb"), {}
@@ -56,8 +58,8 @@ function pages.of_files()
   return list
 end
 
---- Returns the number of bytes in the given pages that this process does not have in memory. Returns nil if the system
---- does not report them.
+--- Returns the total size in bytes of those given pages that are not in the memory of this process. Returns nil if the
+--- system does not report the pages.
 ---@param list ps.planning.Pages[]
 ---@return integer?
 function pages.missing(list)

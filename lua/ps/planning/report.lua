@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Formats the result of a plan as lines of text. This file only formats tables (tools/plan.lua).
+-- Formats a plan as lines of text, for tools/plan.lua. This module does not compute the numbers of a plan.
 local readable = require "ps.core.readable"
 
 local report = {}
@@ -48,7 +48,7 @@ local function axes(lines, plan)
   end
 end
 
--- Returns a list of stages as a text such as "3", "1 to 6" or "1, 4".
+-- Returns a text for a list of stages, such as "3", "1 to 6" or "1, 4".
 local function stages_text(list)
   local first, last = list[1], list[#list]
   if #list > 2 and last - first + 1 == #list then return ("%d to %d"):format(first, last) end
@@ -60,7 +60,7 @@ local function percent(range)
   return low == high and low .. " %" or ("%s to %s %%"):format(low, high)
 end
 
--- Adds lines that list the contents of each kind of stage.
+-- Adds lines about a pipeline: a line about the cut, and a line for each kind of stage.
 local function stages(lines, plan)
   local cut, rows = plan.cut, {}
   lines[#lines + 1] = ("%s parameters in %d stages, %s, %d virtual stage%s each, %d micro-batches; bubble %s by the "

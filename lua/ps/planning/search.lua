@@ -1,22 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Searches for the smallest budget, the largest batch and the largest model with which a script's first step fits. All
--- answers are results of dry runs: a run with the reported value has fitted, and a run with the next value has not. If
--- the time for all searches of a request (search.clock) is used up, the answer is a bound: the best value that has
--- fitted so far.
+-- results are verified by dry runs: a dry run with the reported value fits, and a dry run with the next value does not.
+-- The total time of all searches of a request is limited (search.clock). If a search reaches the limit, its result is a
+-- bound: the best value that has fitted so far.
 local time = require "posix.time"
 local trial = require "ps.planning.trial"
 
 local search = {}
 
-local NEAR = 1.005             -- smallest budgets are found to within this factor
-local BELOW = 0.97             -- a run with this fraction of the reported smallest budget has failed
+local NEAR = 1.005             -- the search for a smallest budget ends when its bounds differ by at most this factor
+local BELOW = 0.97             -- the search also checks that a run with this fraction of the smallest budget fails
 local PAGE = 4096
 local MOST_BYTES = 2 ^ 50
 local MOST_ROWS = 2 ^ 20
 local MOST_BLOCKS = 2 ^ 12
-local GROWTH = 3               -- a run of twice the size takes at most this number of times as long
+local GROWTH = 3               -- assumed maximum: a run with twice the rows or blocks takes 3 times as long
 
--- Returns a copy of a request in which some fields are changed. Dry runs of a search are quiet.
+-- Returns a copy of a request in which the fields in `changes` are replaced. The dry runs of a search do not print
+-- notes, so `quiet` is true in the copy.
 local function with(request, changes)
   local copy = { quiet = true }
   for key, value in pairs(request) do copy[key] = value end
@@ -25,7 +26,7 @@ local function with(request, changes)
   return copy
 end
 
---- Returns the time of a monotonic clock in seconds.
+--- Returns the current time of a monotonic clock in seconds.
 ---@return number
 function search.now()
   local t = time.clock_gettime(time.CLOCK_MONOTONIC)
@@ -35,17 +36,17 @@ local now = search.now
 
 ---@class ps.planning.Clock
 ---@field ends number time at which searches must end
----@field longest number duration of the longest run so far, in seconds
+---@field longest number duration of the longest dry run so far, in seconds
 ---@field over boolean whether a search ended because the time was used up
 
 --- Creates the clock (request.clock) that limits the total time of all searches of one request.
 ---@param seconds number
----@param took number seconds of a run of the unchanged script
+---@param took number duration of the dry run of the unchanged script, in seconds
 ---@return ps.planning.Clock
 function search.clock(seconds, took) return { ends = now() + seconds, longest = took, over = false } end
 
--- Returns whether there is enough time for a run that takes `times` times as long as the longest run so far. Returns
--- true if there is no limit.
+-- Returns whether enough time is left for a run that takes clock.longest * times seconds, where clock.longest is the
+-- duration of the longest run so far. Returns true if the time is not limited.
 local function in_time(request, times)
   local clock = request.clock
   if not clock or now() + clock.longest * times <= clock.ends then return true end
@@ -53,7 +54,8 @@ local function in_time(request, times)
   return false
 end
 
--- Returns whether a run with these changes fits. Raises any error other than a shortage of memory.
+-- Returns whether a run with these changes fits, and the result of the run. If the run fails for any reason other than
+-- a shortage of memory, raises its error.
 local function fits(request, changes)
   local began = now()
   local result = trial.run(with(request, changes))
@@ -65,7 +67,7 @@ end
 
 local function up_to_page(n) return math.ceil(n / PAGE) * PAGE end
 
--- Returns the budgets of a request. The budget of one tier is changed to nbytes.
+-- Returns a copy of the budgets of a request in which the budget of `tier` is nbytes.
 local function budgets_with(request, tier, nbytes)
   local budgets = {}
   for name, value in pairs(request.budgets or {}) do budgets[name] = value end
@@ -76,9 +78,9 @@ end
 --- Returns the smallest budget of a tier with which the script fits. The budgets of the other tiers are not changed.
 ---@param request ps.planning.Request
 ---@param tier string "device" or "host"
----@param from integer bytes at which the search begins, which is the current budget or a peak
----@return integer? bytes nil if there is none
----@return boolean? bound true if the time was used up, so that the smallest budget is at most the returned value
+---@param from integer the budget in bytes at which the search begins: the current budget or a peak
+---@return integer? bytes nil if the script does not fit with any budget
+---@return boolean? bound true if the time was used up; the smallest budget is then at most the returned value
 function search.least_budget(request, tier, from)
   local function ok(nbytes) return (fits(request, { budgets = budgets_with(request, tier, nbytes) })) end
   local high = up_to_page(math.max(from, PAGE))
@@ -98,14 +100,16 @@ function search.least_budget(request, tier, from)
     if below < PAGE then return high end
     if not in_time(request, 1) then return high, true end
     if not ok(below) then return high end
-    -- a larger budget does not always provide more space, so the search continues below
+    -- The script fits with a smaller budget again, because a larger budget does not always provide more space. Continue
+    -- the search below this budget.
     low, high = 0, below
   end
 end
 
--- Returns the largest integer up to `most` for which fn is true, or 0 if there is none. fn must be true up to some
--- number and false above it. `known` is a number for which fn is already known, and `holds` is the result. The second
--- result is true if the search ended early, at `most` or because the time was used up.
+-- Returns the largest integer n <= most for which fn(n) is true, or 0 if fn(1) is false. There must be a number such
+-- that fn is true up to this number and false above it. `known` is a number for which the result of fn is already
+-- known, and `holds` is this result. The second return value is true if the search ended early: because it reached
+-- `most`, or because the time was used up.
 local function largest(request, fn, known, holds, most)
   local low, high = 0, known
   if holds then
@@ -125,8 +129,8 @@ local function largest(request, fn, known, holds, most)
   return low
 end
 
---- Returns the largest number of rows per micro-batch that fits, or nil if the rows of the script's batch cannot be
---- counted.
+--- Returns the largest number of rows per micro-batch with which the script fits. Returns nil if the rows of the
+--- script's batch cannot be counted.
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result result of the unchanged script
 ---@return integer?
@@ -137,9 +141,9 @@ function search.largest_batch(request, result)
     MOST_ROWS)
 end
 
---- Returns the largest number of blocks in the model's longest list of modules with which the script fits. Also returns
---- the number of parameters of that model. Returns nil if the model has no such list, or if the script's own model does
---- not fit.
+--- Changes the number of blocks in the longest ModuleList of the script's model. Returns the largest number of blocks
+--- with which the script fits, and the number of parameters of this model. Returns nil if the model has no ModuleList,
+--- or if the script's own model does not fit.
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result result of the unchanged script
 ---@return integer? blocks
@@ -156,14 +160,14 @@ function search.largest_model(request, result)
   return blocks, parameters[blocks], bound
 end
 
--- Changes that may make a script fit. Each entry has a description and the change.
+-- Changes that may make a script fit. Each entry contains a description and the changed fields of the request.
 local CHANGES = {
   { "recompute = true in the configuration", { recompute = true } },
   { "a disk tier, memory.disk = { path = FOLDER }", { disk = true } },
   { "a disk tier and recompute = true", { disk = true, recompute = true } },
 }
 
---- Returns the changes that make a script fit, as a list of texts. Each change was tested by a run.
+--- Returns the changes that make a script fit, as a list of texts. Each change is tested by a dry run.
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result
 ---@return string[]

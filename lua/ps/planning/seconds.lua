@@ -1,42 +1,47 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Computes the seconds of a step and of its parts, from the counts of a dry run and the speeds of a machine. For a
--- simulated machine, each time is a range. The range follows from the lowest and the highest fraction of the machine's
--- speeds that is assumed to be reached (`efficiency` in the machine's table).
+-- Computes how long a step takes on a machine, from the counts of a dry run and the speeds in the machine's table. Each
+-- time is a range {least, most} of seconds. It is computed from the highest and the lowest fraction of a speed that is
+-- assumed to be reached (`efficiency` in the machine's table). A step has three parts:
 --
--- Compute: for each op (ps_op_cost as counted in the dry run, with recomputation), the time is that of its operations
--- or that of its bytes, whichever is longer. Compute is the sum over all ops plus the updates. For a pipeline, it is
--- the simulated step of the stages, with the messages between them, plus the updates. Messages between ranks that share
--- layers count as compute, because compute waits for them. The function `beside` computes the time of rows that are
--- exchanged during products.
+--   compute        The time of an op is the time for its operations or the time for its bytes, whichever is longer (the
+--                  dry run counts both by ps_op_cost, including recomputation). Compute is the sum over all ops, plus
+--                  the updates. For a pipeline, it is the duration of the simulated step, which includes the messages
+--                  between stages, plus the updates. Messages between ranks that share layers are added to compute,
+--                  because ops wait for these messages. The function `beside` computes the time of products whose rows
+--                  are exchanged at the same time.
+--   transfer       The time for the bytes over the slowest link between two tiers.
+--   communication  The time for the bytes between the ranks along dp.
 --
--- Transfer is the time for the bytes over each link. Communication is the time for the bytes between the ranks along
--- dp. The parts overlap as far as the plan allows. So a step takes at least the longest part, and at most the sum of
--- all parts.
+-- The parts overlap as far as the plan allows. So a step takes at least as long as the longest part, and at most as
+-- long as the sum of all parts.
 local course = require "ps.planning.course"
 local optimizers = require "ps.optimizers"
 
 local seconds = {}
 
--- Returns the range {least, most} of seconds for an amount at a speed. `efficiency` is the range of the fraction of the
--- speed that is reached.
+-- Returns the seconds for an amount (of bytes or operations) at a speed, as a range {least, most}. `efficiency`
+-- contains the lowest and the highest fraction of the speed that is reached.
 local function range(amount, speed, efficiency)
   return { amount / (speed * efficiency[2]), amount / (speed * efficiency[1]) }
 end
 
 local function add(a, b) return { a[1] + b[1], a[2] + b[2] } end
 local ZERO = { 0, 0 }
--- The speeds of a disk that was not measured. They are 1 byte per second, so that the result shows that a speed is
--- missing.
+-- The speeds of a disk that was not measured. With 1 byte per second, the result is obviously wrong, which shows that
+-- the speeds are missing.
 local UNKNOWN = { read = 1, write = 1 }
 
--- Ops whose rows may be exchanged in pieces (src/tensor_parallel/linear.c).
+-- Ops that may exchange the rows of their tensors with other ranks in pieces (src/tensor_parallel/linear.c).
 local ROWS = { column_linear = true, row_linear = true, column_linear_grad = true }
-local ADAM_NBYTES = 28                       -- bytes per parameter that Adam moves, assumed by a table's rates
-                                             -- (rates.c)
+local ADAM_NBYTES = 28                       -- number of bytes per parameter that Adam moves; the rates of Adam in a
+                                             -- machine's table assume this number (rates.c)
 
--- Returns four results for the ops of a step. First, the seconds of all ops except updates and ops whose rows are
--- exchanged in pieces. Second, the number of operations. Third, the seconds of the ops whose rows are exchanged in
--- pieces. Fourth, the number of bytes of the updates. Returns nil if the table lacks a speed.
+-- Returns four results for the ops of a step:
+-- 1. the seconds of all ops, except updates and ops that exchange rows in pieces
+-- 2. the number of operations
+-- 3. the seconds of the ops that exchange rows in pieces
+-- 4. the number of bytes that the updates move
+-- Returns nil if the machine's table does not contain a speed that is needed.
 local function of_ops(t, result, list, pieces)
   local place, e = result.device == "cuda" and t.gpu or t.host, t.efficiency
   local sum, rows, flops, updates = ZERO, ZERO, 0, 0
@@ -53,9 +58,9 @@ local function of_ops(t, result, list, pieces)
   return sum, flops, rows, updates
 end
 
--- Returns the seconds of the updates, which move `nbytes` bytes. They are in proportion to Adam's rate and bytes. If
--- the plan splits the updates between host and device, returns the longer of the two times, because both work at the
--- same time.
+-- Returns the seconds of updates that move `nbytes` bytes. They are assumed to take as long as updates of Adam that
+-- move the same number of bytes. If the plan splits the updates between host and device, which work at the same time,
+-- returns the longer of their two times.
 local function of_updates(there, result, nbytes)
   local e = there.table.efficiency.memory
   local own = nbytes / ADAM_NBYTES
@@ -65,38 +70,41 @@ local function of_updates(there, result, nbytes)
   return { math.max(device[1], host[1]), math.max(device[2], host[2]) }
 end
 
--- Returns the time of products that take P seconds if their rows are exchanged in n pieces. The exchange takes X
--- seconds. The products of a piece begin after the piece has arrived. If the products compute the rows that are sent, a
--- piece is sent after its products have ended.
+-- Returns the total time of products and of an exchange of their rows in n pieces. The products alone take P seconds,
+-- and the exchange alone takes X seconds. There are two cases. If the products read the exchanged rows, the products of
+-- a piece begin after the piece has arrived. If the products compute the exchanged rows, a piece is sent after its
+-- products have ended.
 --
--- In both cases the exchange and the products are a pipeline of two stages, with n steps of X / n and n steps of P / n.
--- The first piece passes both stages in X / n + P / n, and each further piece takes the longer of the two. The total is
--- max(P, X) + min(P, X) / n. In reality, a rank's own rows, which are a fraction of P, need not wait, so the total is
--- smaller.
+-- In both cases the exchange and the products form a pipeline of two stages. One stage takes X / n per piece, and the
+-- other takes P / n per piece. The first piece passes both stages in X / n + P / n, and each further piece adds the
+-- longer of the two times. The total is max(P, X) + min(P, X) / n. In reality the total is smaller, because the
+-- products of a rank's own rows need not wait for the exchange.
 local function beside(P, X, n)
   local out = {}
   for i = 1, 2 do out[i] = math.max(P[i], X[i]) + math.min(P[i], X[i]) / n end
   return out
 end
 
--- Returns the speed of messages between ranks. If the ranks are on several machines, it is the speed of the network.
--- Returns nil if the table lacks this speed.
+-- Returns the speed of messages between ranks. If the ranks are on several machines (`apart`), this is the speed of the
+-- network, or nil if the machine's table does not contain the speed of the network.
 local function speed_between(t, apart)
   if apart then return t.network end
   return t.gpu and t.gpu.between or math.huge
 end
 
--- Returns whether the ranks of an axis are on several machines. Ranks are numbered along tp first, then along dp, then
--- along pp.
+-- Returns whether the ranks along an axis are on several machines of `here` ranks each. Ranks are numbered along tp
+-- first, then along dp, then along pp.
 local function apart(result, axis, here)
   local tp, dp, stages = result.tp or 1, result.world or 1, result.cut and result.cut.stages or 1
   if axis == "tp" then return tp > here end
   return tp * dp * (axis == "dp" and 1 or stages) > here
 end
 
--- Returns three results for a rank. First, the seconds of its ops, including its messages to ranks that share its
--- layers. Second, the number of operations. Third, the seconds of its updates. `run` has the rank's ops, axes and
--- pieces. Returns nil if the table lacks a speed.
+-- Returns three results for a rank. `run` contains the rank's ops, axes and pieces.
+-- 1. the seconds of its ops, including messages to ranks that share its layers
+-- 2. the number of operations
+-- 3. the seconds of its updates
+-- Returns nil if the machine's table does not contain a speed that is needed.
 local function of_rank(there, result, run, here)
   local t, pieces = there.table, run.pieces
   local ops, flops, rows, updates = of_ops(t, result, run.ops, pieces)
@@ -109,8 +117,10 @@ local function of_rank(there, result, run, here)
   return ops, flops, of_updates(there, result, updates)
 end
 
--- Returns the compute time of a pipeline and its bubbles. The time is the range {least, most} of seconds of the
--- simulated step. It includes the messages within layers and the updates of the stages.
+-- Returns three results for a pipeline. Returns nil if the machine's table does not contain a speed that is needed.
+-- 1. the compute time, which is the duration of the simulated step with all messages, plus the updates of the stages
+-- 2. the largest number of operations of a rank
+-- 3. the bubble, as a range {least, most}
 local function of_stages(there, result, here)
   local t, cut, least, most, flops, updates = there.table, result.cut, {}, {}, 0, ZERO
   for _, run in ipairs(result.runs) do
@@ -135,10 +145,10 @@ local function compute_of(there, result, here)
   return add(ops, updates), flops
 end
 
---- Returns the times of a step in seconds, as ranges. `result` is the step's dry run. Returns nil if the table lacks a
---- speed of the result's device.
+--- Returns the times of a step in seconds, as ranges {least, most}. Returns nil if the machine's table does not contain
+--- a speed that is needed.
 ---@param there ps.planning.Hardware
----@param result ps.planning.Result
+---@param result ps.planning.Result the result of the step's dry run
 ---@param here integer number of ranks on one machine
 ---@return {compute: number[], transfer: number[], communication: number[], step: number[], bubble?: number[], flops:
 ---  number, lines: string[]}?

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Dry runs of a script (planning/dry_run.lua), each in its own process. Only ranks that represent all ranks are run.
+-- Runs dry runs of a script (planning/dry_run.lua), each in a child process. If a script has several ranks, only some
+-- ranks are run. They are chosen so that every other rank is like one of them.
 local child = require "ps.planning.child"
 local course = require "ps.planning.course"
 local dry_run = require "ps.planning.dry_run"
@@ -15,60 +16,60 @@ local AT_ONCE = 4                          -- number of dry runs that run at the
 ---@field machine {host_nbytes: integer, device_nbytes: integer} sizes of the machine's memory in bytes. A host_nbytes
 ---  of 0 means the memory of this machine, and a device_nbytes of 0 means that there is no GPU
 ---@field rates? table speeds of the machine (ps.Rates), indexed by KEYS
----@field budgets? table<string, integer> budgets in bytes by tier ("device", "host", "disk"), which replace those of
----  the configuration
----@field rank? integer index of this rank among `ranks`, or nil for one process. The other ranks are simulated
----@field ranks? integer
----@field alone? string name of the option that plans one process instead
----@field kinds? integer[] the ranks to run one after the other, or nil for the ranks that represent all ranks
----  (trial.run)
----@field ranks_a_machine? integer
----@field recompute? boolean whether backward recomputes the model's blocks
----@field disk? boolean whether there is a disk tier, which has space for everything
----@field rows? integer number of rows of each micro-batch, instead of the script's number
----@field blocks? integer number of elements of the model's longest list of modules, instead of the script's number
----@field seeks_owner? boolean whether a pipeline's run ends before its first step, if another rank along dp owns more
+---@field budgets? table<string, integer> budgets in bytes by tier ("device", "host", "disk"). They replace the budgets
+---  in the configuration
+---@field rank? integer number of the rank to run, or nil for one process. All other ranks are simulated
+---@field ranks? integer number of ranks
+---@field alone? string command-line option, for errors, that plans a single process
+---@field kinds? integer[] the ranks to run; if nil, trial.run chooses the ranks
+---@field ranks_a_machine? integer number of ranks on one machine
+---@field recompute? boolean true: backward recomputes the model's blocks
+---@field disk? boolean true: there is a disk tier with unlimited space
+---@field rows? integer number of rows of each micro-batch (default: the script's number)
+---@field blocks? integer number of blocks in the model's longest ModuleList (default: the script's number)
+---@field seeks_owner? boolean true: the run of a pipeline ends before its first step if another rank along dp owns more
 ---  parameters
----@field known? table facts from a run of another rank of the same mesh (planning/known.lua)
----@field pages? ps.planning.Pages[] pages of files that this process has in memory (planning/pages.lua). If `pages` is
----  set, the run also performs matrix products, to measure the memory that a process keeps for them (`kept`)
----@field quiet? boolean whether to discard the engine's notes
+---@field known? table facts from the dry run of another rank of the same mesh (planning/known.lua)
+---@field pages? ps.planning.Pages[] pages of files in the memory of the parent process (planning/pages.lua). If `pages`
+---  is set, the run also measures `kept`, for which it computes matrix products
+---@field quiet? boolean true: the engine's notes are discarded
 
 ---@class ps.planning.Result
 ---@field fits boolean
 ---@field error? {message: string, name?: string, sub?: string, tier?: string, wanted?: number, left?: number}
 ---@field tiers? {name: string, budget: number, peak: number, other: number, when: string}[]
----@field links? {upper: string, lower: string, up: number, down: number}[] bytes per step between two tiers, in a step
----  that repeats
+---@field links? {upper: string, lower: string, up: number, down: number}[] bytes that are moved between two tiers per
+---  step, after the first step
 ---@field parameters? number
 ---@field model_parameters? number total number of parameters of all stages, if the model is cut
 ---@field state_bytes? number total size of all chunks in bytes
 ---@field chunk_size? number number of elements of a chunk
 ---@field budgets? table<string, number> after a failed run: budgets in bytes by tier
 ---@field rows? number number of rows of a micro-batch
----@field blocks? number
+---@field blocks? number number of blocks in the model's longest ModuleList
 ---@field ops? {name: string, flops: number, bytes: number}[] costs of the step's ops
----@field rss? number peak bytes of the dry run's process
----@field kept? number bytes that a real process has in addition to `rss` and its tiers, or nil if they are unknown
----@field kept_s? number seconds in which `kept` was measured
----@field plain? table<string, number> peak bytes by device, for a run without an engine
----@field owned? number[] number of parameters that each rank along dp owns, or nil if ranks share no parameters
----@field owner? integer index along dp, counted from 0, of the rank that owns most parameters
+---@field rss? number peak resident size of the dry run's process in bytes
+---@field kept? number size in bytes of the memory of a real process that neither `rss` nor the tiers contain, or nil if
+---  it is unknown
+---@field kept_s? number duration of the measurement of `kept` in seconds
+---@field plain? table<string, number> for a model that is not in chunks: peak size of memory in bytes, by device
+---@field owned? number[] number of parameters that each rank along dp owns, or nil if parameters are not sharded
+---@field owner? integer index along dp, counted from 0, of the rank that owns the most parameters
 ---@field ended? boolean whether the run ended before its first step (seeks_owner)
 ---@field cut? ps.planning.Pipeline the cut of the model into stages
----@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends along each axis in a step. If several
----  ranks were run, the largest number
----@field pieces? {count: integer, nbytes: number} nbytes: bytes along tp of rows that are exchanged during products.
----  count: number of pieces in which they are exchanged
+---@field axes? {dp?: number, pp?: number, tp?: number} number of bytes that a rank sends along each axis in a step. If
+---  several ranks were run, this is the largest number
+---@field pieces? {count: integer, nbytes: number} rows that are exchanged along tp during products. nbytes: size of the
+---  rows in bytes. count: number of pieces in which the rows are exchanged
 ---@field tp? integer number of ranks that share the same layers
 ---@field known? table facts that hold for all ranks of the mesh (planning/known.lua)
 ---@field kinds? integer[] the ranks that were run
----@field runs? ps.planning.Run[] the results of these ranks
----@field notes? string[] differences from a real run
+---@field runs? ps.planning.Run[] the results of the ranks in `kinds`
+---@field notes? string[] texts that describe how the dry run differs from a real run
 
 ---@class ps.planning.Pipeline
 ---@field stages integer
----@field stage integer stage of the rank that was run, from 0
+---@field stage integer stage of the rank that was run, counted from 0
 ---@field schedule string
 ---@field virtual_stages integer number of virtual stages per stage
 ---@field micro_batches integer
@@ -81,9 +82,9 @@ local AT_ONCE = 4                          -- number of dry runs that run at the
 
 ---@class ps.planning.Run
 ---@field rank integer
----@field stage? integer pipeline stage, from 0
+---@field stage? integer pipeline stage, counted from 0
 ---@field kind? "first"|"middle"|"before last"|"last"
----@field stands_for? integer[] the stages that this run represents; they need at most as much memory as this stage
+---@field stands_for? integer[] the stages that this run represents; none of them needs more memory than `stage`
 ---@field tiers table[]
 ---@field links table[]
 ---@field axes table<string, number>
@@ -98,7 +99,7 @@ function trial.begin(request)
   return child.begin(function(give) dry_run.perform(request, give) end, request.quiet or false)
 end
 
---- Waits for a dry run.
+--- Waits until a dry run has ended, and returns its result.
 ---@param running table
 ---@return ps.planning.Result
 function trial.finish(running)
@@ -108,7 +109,7 @@ function trial.finish(running)
   return result
 end
 
--- Returns a copy of a request in which some fields are changed.
+-- Returns a copy of a request in which the fields in `changes` are replaced.
 local function with(request, changes)
   local copy = {}
   for key, value in pairs(request) do copy[key] = value end
@@ -135,8 +136,8 @@ local function kind_of(stage, stages)
   return stage == 0 and "first" or stage == stages - 1 and "last" or stage == stages - 2 and "before last" or "middle"
 end
 
--- Returns the stages to run. These are the first, the second to last and the last stage. Middle stages are grouped by
--- equality. Of each group, the stage with the most activations is run.
+-- Returns a list of the stages to run. The first, the second to last and the last stage are run. The other stages are
+-- divided into groups of stages with the same likeness(). Of each group, the stage with the most activations is run.
 local function stages_of(cut)
   local held, list, middle = course.held(cut), {}, {}
   for stage = 0, cut.stages - 1 do
@@ -154,9 +155,9 @@ local function stages_of(cut)
   return list
 end
 
--- Returns the ranks along dp that represent all ranks. These are the first rank, and the first rank for each number of
--- owned parameters. The first rank along tp represents the other ranks along tp, because their parts of layers have the
--- same sizes.
+-- Returns the ranks that represent all ranks of a run without a pipeline. Ranks along dp that own the same number of
+-- parameters are alike, and the first of them is run. Ranks along tp are alike, because their parts of the layers have
+-- the same sizes, and the first of them is run.
 local function owners(result)
   local list, seen = {}, {}
   for rank, numel in ipairs(result.owned or { 0 }) do
@@ -178,8 +179,8 @@ local function note(runs, rank, result, about)
   runs[#runs + 1] = run
 end
 
--- Merges the results of several ranks. Keeps the highest peak of each tier, and the largest number of bytes of each
--- link and axis.
+-- Merges the results of several ranks. The result contains the highest peak of each tier, and the largest number of
+-- bytes over each link and along each axis.
 local function joined(first, runs)
   local out, kept = {}, 0
   for key, value in pairs(first) do if key ~= "known" then out[key] = value end end
@@ -205,8 +206,8 @@ local function joined(first, runs)
   return out
 end
 
--- Runs the ranks, several at the same time. Returns their results by rank. Ranks that have a result in `done` are not
--- run again.
+-- Runs the ranks in the list `ranks`, AT_ONCE at the same time. Stores their results by rank in `done`, and returns
+-- `done`. A rank that already has a result in `done` is not run again.
 local function run_ranks(request, ranks, done)
   local running, first = {}, 1
   local function finish_one()
@@ -221,7 +222,7 @@ local function run_ranks(request, ranks, done)
   return done
 end
 
--- Merges the results of several runs. If a run has failed, returns the result of the first failed run instead.
+-- Merges the results of several ranks. If a run has failed, returns the result of the first failed run.
 local function one_of(ranks, done, about)
   local runs = {}
   for i, rank in ipairs(ranks) do
@@ -231,9 +232,10 @@ local function one_of(ranks, done, about)
   return joined(done[ranks[1]], runs)
 end
 
--- Returns the combined result of those ranks of a pipeline that represent all ranks. For each stage, the rank that owns
--- the most parameters must be run. That rank is known only after one rank has laid out the stage. Until then, the rank
--- that owns the most parameters of the first stage is used.
+-- Runs the ranks of a pipeline that represent all ranks, and merges their results. In each stage of stages_of(), the
+-- rank that owns the most parameters must be run. This rank is known only after some rank of the stage has been run. So
+-- the function first runs the rank that has the same index along dp as the owner of the first stage. If another rank
+-- owns more parameters, this run ends early, and the other rank is run.
 local function run_stages(request, first)
   local copies, list, ranks, done = request.ranks / first.cut.stages, stages_of(first.cut), {}, {}
   if not first.ended then done[0] = first end
@@ -252,11 +254,13 @@ local function run_stages(request, first)
   return result
 end
 
---- Performs a dry run of a script. With `ranks`, runs only ranks that represent all ranks. The script fits only if all
---- these runs fit. The ranks are the first one along dp, and the first one for each number of owned parameters. In a
---- pipeline, they belong to the first, the second to last and the last stage, and to one stage of each group of equal
---- middle stages. That stage is the one with the most activations. The field `kinds` of the request overrides this
---- choice.
+--- Performs the dry runs of a script. If the request has several ranks, only ranks that represent all ranks are run:
+---
+--- Without a pipeline, ranks along dp that own the same number of parameters are alike, and the first of them is run.
+--- In a pipeline, the rank that owns the most parameters is run in each of these stages: the first, the second to last
+--- and the last stage, and one stage of each group of equal middle stages (the stage with the most activations).
+---
+--- The script fits only if all these runs fit. The field `kinds` of the request overrides the choice of ranks.
 ---@param request ps.planning.Request
 ---@return ps.planning.Result
 function trial.run(request)
@@ -268,7 +272,8 @@ function trial.run(request)
   return one_of(ranks, run_ranks(request, ranks, { [0] = first }))
 end
 
---- Returns whether a run has failed for lack of memory. Other budgets, rows or blocks may then work.
+--- Returns whether a run has failed for lack of memory. In this case, the script may fit with other budgets, fewer rows
+--- or fewer blocks.
 ---@param result ps.planning.Result
 ---@return boolean
 function trial.is_short(result)
