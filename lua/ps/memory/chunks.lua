@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Chunks, tiers and traces of the open engine as plain lists, for ps.chunks(), ps.memory() and ps.trace().
+-- Returns the chunks, tiers and traces of the open engine as plain lists, for ps.chunks(), ps.memory() and ps.trace().
 local native = require "ps.core.ffi"
 local kinds = require "ps.core.kinds"
 local array = require "ps.core.array"
@@ -36,9 +36,9 @@ local function known(moment)
   if moment >= 0 then return moment end
 end
 
---- Returns all chunks.
----@return ps.view.Chunk[] list the chunks. Its field `open` is true if an engine with chunks is open. The list can then
----  still be empty, because other ranks may own all of its chunks
+--- Returns all chunks of this rank.
+---@return ps.view.Chunk[] list the chunks. The field `open` of the list is true if an engine with chunks is open. Even
+---  then, the list may be empty, because other ranks may own all chunks
 function look.chunks()
   local info, list, tiers = ffi.new("ps_chunk_info"), {}, look.tiers()
   list.open, tiers = tiers ~= nil, tiers or {}
@@ -58,10 +58,10 @@ function look.chunks()
   return list
 end
 
---- Returns the trace of a step: its trace indices in order. Each index has the chunks that it uses.
----@param id integer
+--- Returns the trace of a step: a list of its moments, each with the chunks that the moment uses.
+---@param id integer id of the trace
 ---@return ps.view.Moment[]? moments nil if newer traces have replaced this trace
----@return table<string, integer>? other peak of the bytes outside chunks, by tier
+---@return table<string, integer>? other peak size in bytes of the memory outside chunks, by tier
 function look.trace(id)
   local info, tiers, chunks, moments, other = ffi.new("ps_trace_info"), look.tiers(), {}, {}, {}
   local rc = C.ps_engine_trace_get(native.ctx, id, info, 0, nil)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reports which tensors use memory: the largest tensors of a device now, at its peak, or when memory last ran out. For
--- each tensor, the report has the op and the module that made it, and the line of the script. Errors about memory list
--- the tensors at the time of the error.
+-- Reports which tensors use memory. Lists the largest tensors on a device at one of three times: now, when the device's
+-- memory use was highest, or when the memory last ran out. For each tensor, the list contains the op and the module
+-- that made the tensor, and the line of the script. An error about memory contains such a list.
 local native = require "ps.core.ffi"
 local readable = require "ps.core.readable"
 local ffi, C = native.ffi, native.C
@@ -14,14 +14,15 @@ local SHOWN = 6                -- number of tensors that an error lists
 
 ---@class ps.Holder
 ---@field nbytes integer
----@field op? string op that made the tensor; nil for ps.zeros and similar functions, and for parameters
----@field module? string path of the running module, or of the forward's module for a backward op; "" is the outermost
----  module
----@field class? string class of the running module
----@field line? string for a tensor made outside modules, the script's line that made it ("train.lua:12"); for other
----  tensors, the line that first called their module
----@field backward boolean whether a gradient rule made the tensor
----@field scratch boolean whether it is the workspace of a kernel
+---@field op? string op that made the tensor; nil if the tensor is a parameter or was made by ps.zeros or a similar
+---  function
+---@field module? string path of the module that made the tensor; "" is the outermost module. If a backward op made the
+---  tensor, this is the module of the forward op
+---@field class? string class of this module
+---@field line? string line of the script, such as "train.lua:12". If a module made the tensor, this is the line that
+---  first called the module. Otherwise it is the line that made the tensor
+---@field backward boolean whether a backward op made the tensor
+---@field scratch boolean whether the tensor is the workspace of a kernel
 
 local function text(h)
   local what = h.scratch and "workspace of " .. (h.op or "an op") or h.op or "a tensor made without an op"
@@ -43,10 +44,10 @@ local Holders = { __tostring = show }
 
 local list_t, used = ffi.typeof("ps_holder[$]", C.PS_HOLDERS), ffi.new "int64_t[1]"
 
---- Returns the largest tensors as a list that prints as lines.
+--- Returns the largest tensors at a time. The list prints as lines of text.
 ---@param when "now"|"peak"|"failed"
 ---@param device integer index of the device; with "failed", -1 selects the device that ran out of memory
----@return ps.Holder[] list the tensors; its field `used` is the number of bytes in use at that time
+---@return ps.Holder[] list the tensors; the field `used` of the list is the number of bytes in use at this time
 function holders.list(when, device)
   local found = list_t()
   local n = C.ps_memory_holders(native.ctx, device, WHEN[when], found, used)
@@ -66,8 +67,8 @@ function holders.list(when, device)
   return list
 end
 
---- Returns the largest tensors at the time when memory last ran out, for the text of the error. Returns nil if no
---- tensor is as large as a page.
+--- Returns the largest tensors at the time when memory last ran out, for the text of the error. Returns nil if all
+--- tensors were smaller than 4 KiB.
 ---@return ps.Holder[]?
 function holders.refused()
   local list = holders.list("failed", -1)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The result of ps.trace(). It has the trace indices of a step as a list that scripts can index. The list prints as a
--- table of at most 100 columns.
+-- Makes the result of ps.trace(): a list of the moments of a step. Scripts can index the list, and it prints as a table
+-- of at most 100 columns.
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local view = require "ps.memory.view"
@@ -10,27 +10,28 @@ local trace = {}
 
 local WIDTH = 100
 local MOST = 40                -- largest number of rows that are printed without all = true
-local EDGE = 16                -- number of rows printed at each end of a longer trace
+local EDGE = 16                -- if a trace has more than MOST rows, this number of rows is printed at each end
 
 ---@class ps.view.Use one use of a chunk
 ---@field chunk integer id
 ---@field kind string
----@field nbytes integer bytes of the chunk
----@field tier string the chunk's tier during the op
+---@field nbytes integer size of the chunk in bytes
+---@field tier string tier of the chunk during the op
 ---@field write boolean whether the op changes the chunk's bytes
----@field ends boolean whether the chunk's contents are no longer needed after this use
+---@field ends boolean whether the chunk's contents are not needed after this use
 
 ---@class ps.view.Moment
----@field moment integer trace index, from 0
----@field action string "forward", "backward", "update", "reduce" or "norm", or "input" or "weight" for the halves of a
----  backward
----@field nbytes integer bytes of all chunks that it uses
+---@field moment integer index of the moment in the step, counted from 0
+---@field action string "forward", "backward", "update", "reduce" or "norm"; "input" and "weight" are the halves of a
+---  backward that is split
+---@field nbytes integer total size in bytes of the chunks that the moment uses
 ---@field uses ps.view.Use[]
 
 local EMPTY = "no trace: no step has been planned yet, or the model's forward reads values and its first step has " ..
   "not ended"
 
--- Returns the uses as a text such as "param 0 1*, grad 7-". Ids are grouped by kind, in the order of the uses.
+-- Returns a text for a list of uses, such as "param 0 1*, grad 7-". The ids of chunks are grouped by kind, in the order
+-- of the uses. "*" marks a chunk that is written, and "-" marks a chunk whose contents are not needed after this use.
 local function uses_text(uses)
   local kinds, ids = {}, {}
   for _, use in ipairs(uses) do
@@ -49,8 +50,8 @@ local function tiers_text(uses)
   return table.concat(names, "+")
 end
 
--- Returns rows. A row combines consecutive indices that have the same action and uses. It has the first and the last
--- index, and the cells.
+-- Returns the rows of the printed table. A row combines consecutive moments that have the same action and the same
+-- uses. It contains the indices of its first and last moment, and the data of the other columns.
 local function rows_of(moments)
   local rows = {}
   for _, m in ipairs(moments) do
@@ -68,7 +69,7 @@ end
 local COLUMNS = { { title = "moments" }, { title = "action", left = true }, { title = "tier", left = true },
   { title = "bytes" }, { title = "chunks", left = true } }
 
--- Returns the text of a row's chunks in at most `room` columns.
+-- Returns the text of a row's chunks, shortened to at most `room` columns.
 local function shorten(row, room)
   if #row.text <= room then return row.text end
   local tail = (" .. (%d)"):format(row.uses)
@@ -134,7 +135,7 @@ local Trace = { __tostring = show, prints_rows = true }
 
 local OPTIONS = { all = "boolean", action = "string" }
 
--- Returns the chunks that an id or a tensor's name selects, as a set.
+-- Returns a set of chunk ids. `which` is the id of a chunk or the name of a tensor.
 local function asked(chunks, which)
   local found = view.chunks(chunks, which, "ps.trace")
   local set = {}
@@ -158,9 +159,9 @@ local function check_action(moments, action)
   error(("ps.trace: the step has no action '%s' (it has %s)"):format(action, table.concat(names, ", ")))
 end
 
---- Returns trace indices as a list that prints as a table.
+--- Returns the moments that `options` selects, as a list that prints as a table.
 ---@param moments ps.view.Moment[]
----@param other table<string, integer> peak of the bytes outside chunks, by tier
+---@param other table<string, integer> peak size in bytes of the memory outside chunks, by tier
 ---@param chunks ps.view.Chunk[]
 ---@param options? integer|string|{all?: boolean, action?: string} as in ps.trace
 ---@return ps.view.Moment[]
@@ -180,8 +181,8 @@ function trace.list(moments, other, chunks, options)
   return setmetatable(list, Trace)
 end
 
---- Performs ps.trace.
----@param id? integer the open engine's trace, or nil if there is none
+--- Implements ps.trace.
+---@param id? integer id of the open engine's trace, or nil if no engine is open
 ---@param options? integer|string|{all?: boolean, action?: string}
 ---@return ps.view.Moment[]
 function trace.trace(id, options)

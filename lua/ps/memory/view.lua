@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The results of ps.chunks() and ps.memory(). They are lists that scripts can index and that print as tables of at most
--- 100 columns. The functions here work on plain lists and do not change the rows of these lists. They do not depend on
--- the engine.
+-- Makes the results of ps.chunks() and ps.memory(). The results are lists that scripts can index and that print as
+-- tables of at most 100 columns. The functions in this file work on plain lists and do not depend on the engine. They
+-- do not change the rows that they are given.
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local nearest = require "ps.core.nearest"
@@ -11,39 +11,41 @@ local view = {}
 
 local WIDTH = 100
 local MOST = 40                -- largest number of rows that are printed without all = true
-local EDGE = 16                -- number of rows printed at each end of a longer list
+local EDGE = 16                -- if a list has more than MOST rows, this number of rows is printed at each end
 local TIERS = { "device", "host", "disk" }
-local LEAST_NAMES = 12         -- smallest number of columns for names
+local LEAST_NAMES = 12         -- smallest width of the column "tensors", in characters
 
 ---@class ps.view.Chunk
 ---@field id integer
 ---@field kind string "param", "param_fp32", "grad", or a state of the optimizer
----@field index integer index within its kind
+---@field index integer index of the chunk among the chunks of its kind
 ---@field nbytes integer
 ---@field used_nbytes integer
----@field tiers table<string, boolean> tiers ("device", "host", "disk") with a valid copy
+---@field tiers table<string, boolean> the tiers ("device", "host", "disk") that contain a valid copy of the chunk
 ---@field state string "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD" or "HOLD_AFTER_BWD"
 ---@field pins integer
----@field tensors string[] names
----@field last_use? integer trace index of this step
----@field next_use? integer trace index of this step
+---@field tensors string[] names of the tensors in the chunk
+---@field last_use? integer moment of the current step at which the chunk was last used
+---@field next_use? integer moment of the current step at which the chunk will be used next
 
 ---@class ps.view.Tier
 ---@field name string
----@field budget integer bytes, or 0 if there is no limit
+---@field budget integer limit in bytes, or 0 if there is no limit
 ---@field chunks integer
 ---@field other integer
 ---@field free integer
 ---@field peak integer
 
--- Returns the common prefix of two names, up to a dot. For "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias" it is "h.0.".
+-- Returns the longest common prefix of two names that ends with a dot. For "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias",
+-- this is "h.0.".
 local function common_part(a, b)
   local part = a:match("^(.*%.)") or ""
   while b:sub(1, #part) ~= part do part = part:sub(1, -2):match("^(.*%.)") or "" end
   return part
 end
 
--- Returns the common prefix of all names, or "" if there are fewer than two names.
+-- Returns the common prefix (see common_part) of the names of all tensors in a list of chunks. Returns "" if there are
+-- fewer than two names.
 local function common_prefix(chunks)
   local prefix, count
   for _, chunk in ipairs(chunks) do
@@ -54,7 +56,8 @@ local function common_prefix(chunks)
   return (count or 0) > 1 and prefix or ""
 end
 
--- Returns a name in at most `width` columns. If necessary, omits its last components or shortens it.
+-- Returns a name, shortened to at most `width` columns. First omits components at the end of the name, and then
+-- characters.
 local function shorten(name, width)
   while #name > width do
     local shorter = name:match("^(.+)%.[^.]*$")
@@ -64,9 +67,9 @@ local function shorten(name, width)
   return name
 end
 
--- Returns names as a text of at most `width` columns, such as "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)". If this
--- text is too long, the last name is printed without the prefix that it shares with the first name, and both names are
--- shortened: "h.0.ln_1 .. mlp (12)".
+-- Returns a text of at most `width` columns for a list of names. It contains the first name, the last name and their
+-- number, such as "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)". If this text is too long, the last name is printed
+-- without the prefix that it has in common with the first name, and both names are shortened: "h.0.ln_1 .. mlp (12)".
 local function names_text(tensors, prefix, width)
   local function name(i) return tensors[i]:sub(#prefix + 1) end
   if #tensors == 0 then return "-" end
@@ -96,9 +99,10 @@ end
 
 local function percent(part, whole) return ("%.1f%%"):format(whole > 0 and 100 * part / whole or 0) end
 
--- Returns sums of bytes by key as a text such as "title: param 2.90 GiB, exp_avg 5.80 GiB". The text has as many lines
--- as it needs. Keys are in the order of `order`, or else in the order in which they first occur. each(chunk, add) calls
--- add(key) for every key to which the chunk counts.
+-- Returns a text that lists total sizes of chunks by key, such as "title: param 2.90 GiB, exp_avg 5.80 GiB". The text
+-- may have several lines. The keys are in the order of the list `order`. If `order` is nil, they are in the order in
+-- which they first occur. For each chunk, each(chunk, add) must call add(key) for every key whose sum includes the
+-- chunk.
 local function sums(title, chunks, order, each)
   local names, total = order or {}, {}
   for _, chunk in ipairs(chunks) do
@@ -144,7 +148,7 @@ local COLUMNS = {
   end },
   { title = "last", text = function(c) return moment(c.last_use) end },
   { title = "next", text = function(c) return moment(c.next_use) end },
-  { title = "tensors", left = true },                       -- this column gets the remaining width
+  { title = "tensors", left = true },                       -- this column is as wide as the other columns allow
 }
 
 local OWNS_NONE = "this rank owns no chunk; other ranks own all of them"
@@ -214,7 +218,7 @@ local function check_filter(chunks, options)
   end
 end
 
--- Returns the text for one chunk, with the names of all its tensors.
+-- Returns the text that one chunk prints as. It contains the names of all tensors in the chunk.
 local function show_chunk(self)
   local text = show_chunks(setmetatable({ self, all = true }, nil))
   local lines = { text:match "^[^\n]*\n[^\n]*" }
@@ -224,7 +228,7 @@ end
 
 local Chunk = { __tostring = show_chunk, prints_rows = true }
 
--- Returns the ids of chunks as a text such as "0 to 4, 20, 22 to 29". The ids must be sorted.
+-- Returns a text for the ids of chunks, such as "0 to 4, 20, 22 to 29". The chunks must be sorted by id.
 local function ids_text(chunks)
   local parts, i = {}, 1
   while chunks[i] do
@@ -249,7 +253,7 @@ local function one_chunk(chunks, id, who)
   error(("%s: there is no chunk %g%s"):format(who, id, why))
 end
 
--- Returns the chunks that have a tensor for which `is` returns true. Also returns the names of these tensors.
+-- Returns the chunks that contain a tensor with is(name) == true. Also returns the names of all such tensors.
 local function chunks_with(chunks, is)
   local list, names, known = {}, {}, {}
   for _, chunk in ipairs(chunks) do
@@ -265,9 +269,9 @@ local function chunks_with(chunks, is)
   return list, names
 end
 
--- Returns the chunks that have a tensor. For a parameter, these are the chunks of its value, its master, its states and
--- its gradient. `name` can be the end of a tensor's name if no other tensor's name has the same end. It can also be the
--- name of a module, because the printed tables show both kinds of names.
+-- Returns the chunks that contain a tensor of the given name. For a parameter, these are the chunks of its value, its
+-- master, its optimizer states and its gradient. `name` may also be the end of a tensor's name, if only one name has
+-- this end, or the name of a module.
 local function holding(chunks, name, who)
   local function shown(list)
     list.all, list.filter = true, "with " .. name
@@ -294,10 +298,11 @@ end
 
 --- Returns the chunks as a list that prints as a table.
 ---@param chunks ps.view.Chunk[]
----@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an id selects this
----  chunk, and a tensor's name selects the chunks that hold it. kind, tier and state select chunks of a kind, chunks
----  with a valid copy on a tier, and chunks in a state. all: print every row
----@param who? string the caller's name in errors about an id or a tensor's name (default "ps.chunks")
+---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an integer selects the
+---  chunk with this id, and a string selects the chunks that contain the tensor with this name. kind: selects chunks of
+---  this kind. tier: selects chunks with a valid copy on this tier. state: selects chunks in this state. all = true:
+---  prints every row
+---@param who? string name of the calling function, for errors (default "ps.chunks")
 ---@return ps.view.Chunk[]
 function view.chunks(chunks, options, who)
   if type(options) == "number" then return one_chunk(chunks, options, who or "ps.chunks") end
@@ -346,11 +351,11 @@ end
 
 local Memory = { __tostring = show_memory, prints_rows = true }
 
---- Returns a device's memory, and the tiers of chunks if there are any. The result prints as a table.
+--- Returns a table of a device's memory and of the tiers of chunks. The result prints as a table.
 ---@param info {used: number, peak: number, reserved: number, limit: number, device?: string} used, peak, reserved and
----  limit in bytes; device: name of the device
+---  limit are numbers of bytes; device: name of the device
 ---@param tiers? ps.view.Tier[]
----@return table the fields of `info`, and `tiers` (a list, empty without chunks)
+---@return table the fields of `info`, and the field `tiers`, which is an empty list if there are no chunks
 function view.memory(info, tiers)
   return setmetatable({ used = info.used, peak = info.peak, reserved = info.reserved, limit = info.limit,
     device = info.device, tiers = tiers or {} }, Memory)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The functions ps.memory and ps.chunks. They return the memory in use on a device and its tiers, and the chunks of the
--- open engine.
+-- The functions ps.memory and ps.chunks. ps.memory returns the memory that is in use on a device and in each tier.
+-- ps.chunks returns the chunks of the open engine.
 local caller = require "ps.core.caller"
 local chunks = require "ps.memory.chunks"
 local holders = require "ps.memory.holders"
@@ -12,11 +12,12 @@ local views = {}
 
 local MEMORY = { at = "string", device = "string" }
 
---- Returns a device's memory in bytes, and the tiers of the open engine. The result prints as a table. With `at`,
---- returns the largest tensors outside chunks, now or at the peak, each with its bytes, op, module and line.
+--- Returns how much memory of a device is in use, in bytes, and the tiers of the open engine. The result prints as a
+--- table. With `at`, returns a list of the largest tensors outside chunks, now or when the memory use was highest. Each
+--- item of the list contains the tensor's size in bytes, its op, module and line.
 ---@param device? string|{at?: "peak"|"now", device?: string} (default: the first device, "cpu")
 ---@return {device: string, used: integer, peak: integer, reserved: integer, limit: integer, tiers: table[]}|ps.Holder[]
----  memory the memory, whose `limit` is 0 if there is no limit; with `at` a list, largest first
+---  memory the numbers of bytes, where `limit` is 0 if there is no limit; with `at`, the tensors, largest first
 function views.memory(device)
   if type(device) == "table" then
     local options = caller.options(device, "ps.memory", MEMORY)
@@ -34,10 +35,10 @@ function views.memory(device)
 end
 
 --- Returns the chunks of the open engine, as a list that prints as a table. The list is empty if no engine is open.
----@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} a chunk's id selects
----  this chunk, with the names of its tensors. A tensor's name selects the chunks that hold it, its master and its
----  state. kind, tier and state select chunks of a kind, chunks with a valid copy on a tier, and chunks in a state. all
----  = true prints every row
+---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an integer selects the
+---  chunk with this id, which prints with the names of its tensors. A string selects the chunks that contain the tensor
+---  of this name, its master and its optimizer states. kind: selects chunks of this kind. tier: selects chunks with a
+---  valid copy on this tier. state: selects chunks in this state. all = true: prints every row
 ---@return table[] chunks
 function views.chunks(options)
   return view.chunks(chunks.chunks(), options)

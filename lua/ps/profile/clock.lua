@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Aligns the clocks of ranks, for ps.profiler.save. Computes the offset between the clock of this rank and that of rank
--- 0. Adding the offset to this rank's time gives rank 0's time.
+-- Aligns the clocks of ranks, for ps.profiler.save. Computes the offset between this rank's clock and rank 0's clock.
+-- The sum of the offset and a time of this rank's clock is the same time by rank 0's clock.
 --
--- The algorithm is that of Cristian 1989, "Probabilistic clock synchronization". A rank sends a question to rank 0, and
--- rank 0 answers with its time. Rank 0 has read this time between the question and the arrival of the answer. The rank
--- assumes that this happened at the midpoint, so the error is at most half of the round trip. Each rank asks several
--- times, one rank after the other. The shortest round trip is used.
+-- The algorithm is from Cristian 1989, "Probabilistic clock synchronization". A rank sends a question to rank 0, and
+-- rank 0 answers with the time of its clock. Rank 0 reads its clock at some time between the sending of the question
+-- and the arrival of the answer. The asking rank assumes that this time is the midpoint, so the error is at most half
+-- of the round trip. Each rank asks several times and uses the answer with the shortest round trip. Ranks ask one after
+-- the other.
 local native = require "ps.core.ffi"
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
@@ -13,11 +14,11 @@ local C = native.C
 
 local clock = {}
 
-local TRIPS = 16  -- number of round trips; the first one also waits for the previous ranks
+local TRIPS = 16  -- number of questions; the first answer takes longer, because rank 0 first answers the previous ranks
 local SECOND = 1000000000LL
 
--- Returns a time as a tensor [2] of whole seconds and nanoseconds. A single fp64 number could not represent a time to
--- the nanosecond.
+-- Returns a time as a tensor [2] of whole seconds and nanoseconds. A single fp64 number does not have enough digits for
+-- a time in nanoseconds.
 local function told(ns)
   return create.tensor({ tonumber(ns / SECOND), tonumber(ns % SECOND) }, { dtype = "fp64", device = "cpu" })
 end
@@ -48,7 +49,8 @@ local function ask(group)
   return offset, (shortest + 1) / 2
 end
 
--- Returns the earliest of the times of all ranks, by rank 0's clock. Returns nil if no rank has a time.
+-- Each rank passes a time of rank 0's clock, or nil. Returns the earliest of these times, or nil if all ranks passed
+-- nil.
 local function least(group, ns)
   local origin = group:broadcast(told(C.ps_record_clock()), 0)
   local zero = time_of(origin)
@@ -58,12 +60,13 @@ local function least(group, ns)
   return first < math.huge and zero + first or nil
 end
 
---- Aligns this rank's clock with that of rank 0. All ranks must call this function.
+--- Aligns this rank's clock with rank 0's clock. All ranks must call this function. All times are int64_t, in
+--- nanoseconds.
 ---@param group ps.Group
----@param first? ffi.cdata* int64_t with this rank's first event in nanoseconds of its own clock, or nil if it has none
----@return ffi.cdata* offset int64_t with the nanoseconds to add to this rank's clock
----@return ffi.cdata* wrong int64_t with the largest error of the offset in nanoseconds
----@return ffi.cdata* zero int64_t with the first event of all ranks in nanoseconds of rank 0's clock, or 0
+---@param first? ffi.cdata* time of this rank's first event by its own clock, or nil if this rank has no events
+---@return ffi.cdata* offset the number to add to a time of this rank's clock
+---@return ffi.cdata* wrong the largest possible error of the offset
+---@return ffi.cdata* zero time of the first event of all ranks by rank 0's clock, or 0 if there are no events
 function clock.align(group, first)
   return scope.no_grad(scope.scope, function()
     local offset, wrong = (group:rank() == 0 and tell or ask)(group)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sums of the calls between ranks (src/comm/count.c), for the section comms_logger of a configuration. The sums have
--- the form of DeepSpeed's table. ps.comms_logger.log_summary() prints the table, and ps.comms_logger.log_rows() returns
--- its rows.
+-- Adds up the times of calls between ranks, such as all_reduce (src/comm/count.c), for the section comms_logger of a
+-- configuration. The result has the form of DeepSpeed's table. ps.comms_logger.log_summary() prints the table, and
+-- ps.comms_logger.log_rows() returns its rows.
 local native = require "ps.core.ffi"
 local call_names = require "ps.core.call_names"
 local readable = require "ps.core.readable"
@@ -11,17 +11,17 @@ local ffi, C = native.ffi, native.C
 local comm = {}
 
 ---@class ps.comm.Row
----@field op string the call with the axis of its group, such as "all_reduce of tp"
----@field bytes number bytes of the whole tensor of each call
+---@field op string name of the call and the axis of its group, such as "all_reduce of tp"
+---@field bytes number size in bytes of the whole tensor of one call
 ---@field ranks integer number of ranks of the group
 ---@field count integer
----@field seconds number total time of all calls. The time of a call begins at its start on this rank, so waits for
----  other ranks are included
----@field algbw number bytes per second: bytes divided by seconds
----@field busbw number bytes per second over each link, as in NCCL's tests: algbw times 2 (n - 1) / n for an all-reduce
----  of n ranks, algbw times (n - 1) / n for a gather or a reduce-scatter, otherwise algbw
+---@field seconds number total time of all calls. The time of a call begins when this rank starts the call, so it
+---  includes the time in which this rank waits for other ranks
+---@field algbw number bytes per second of all calls: bytes * count / seconds
+---@field busbw number bytes per second over each link, as in NCCL's tests: algbw * 2 * (n - 1) / n for an all-reduce of
+---  n ranks, algbw * (n - 1) / n for a gather or a reduce-scatter, and algbw for other calls
 
--- Returns the indices of the recorded calls, by name.
+-- Returns a table from the name of each call that can be recorded to its index.
 local function numbers()
   local list, number = {}, 0
   while C.ps_record_call_name(number) ~= nil do
@@ -32,7 +32,8 @@ end
 
 --- Begins to count the calls that a configuration's comms_logger selects.
 ---@param settings ps.config.CommsLogger
----@param prints boolean whether to print each call when it ends, if the settings enable this
+---@param prints boolean whether this rank prints each call when it ends; calls are printed only if settings.verbose is
+---  true too
 function comm.begin(settings, prints)
   local set, number = 0, numbers()
   for _, call in pairs(number) do set = settings.prof_all and bit.bor(set, bit.lshift(1, call)) or set end
@@ -61,8 +62,8 @@ function Summary.__tostring(rows)
     { title = "busbw (Gbps)" } }, lines), "\n")
 end
 
---- Returns the time spent in calls between ranks so far, by call and size, for the calls that comms_logger in the
---- configuration selects. Each rank counts only its own calls.
+--- Returns the total times of calls between ranks so far. There is a row for each call and each size of its tensor. The
+--- section comms_logger of the configuration selects the calls. Each rank counts only its own calls.
 ---@return ps.comm.Row[] rows that print as DeepSpeed's table
 function comm.log_rows()
   local rows, sum = {}, ffi.new "ps_calls_total"
@@ -81,7 +82,8 @@ function comm.log_rows()
   return setmetatable(rows, Summary)
 end
 
---- Returns the rows of ps.comms_logger.log_rows. Rank 0 prints them as DeepSpeed's table. Other ranks need not call it.
+--- Returns the rows of ps.comms_logger.log_rows. On rank 0, also prints the rows as DeepSpeed's table. Other ranks need
+--- not call this function.
 ---@return ps.comm.Row[] rows that print as the table
 function comm.log_summary()
   local rows = comm.log_rows()

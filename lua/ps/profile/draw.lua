@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Draws PatrickStar's two figures of a profile with gnuplot, as SVG or PNG. One figure shows the memory of a tier, and
--- the other one the place of each chunk.
+-- Draws a profile with gnuplot, as SVG or PNG. There are two figures, as in PatrickStar. One figure shows the memory
+-- use of a tier over time. The other figure shows the tier of each chunk over time.
 local read = require "ps.profile.read"
 
 local draw = {}
@@ -10,8 +10,8 @@ local BANDS = { { "forward", "#2ca02c" }, { "backward", "#1f77b4" }, { "adam", "
 local ORDER = { device = 1, host = 2, disk = 3 }
 local TIERS = { device = "#e9616c", host = "#3385fe", disk = "#e6ab02" }      -- PatrickStar's red and blue
 
--- Returns a text quoted for a gnuplot script. A name from an untrusted file must not contain a line break, because
--- gnuplot would run the next line as a command.
+-- Returns a text in quotes, for a gnuplot script. Raises an error if the text contains a control character: a name from
+-- an untrusted file might contain a line break, and gnuplot would run the next line as a command.
 local function quote(text)
   if text:find "%c" then
     error(("gnuplot cannot draw the name '%s', which has control characters"):format((text:gsub("%c", "?"))), 0)
@@ -24,7 +24,7 @@ local function gnuplot(path, lines, height)
   if os.execute("command -v gnuplot >/dev/null 2>&1") ~= 0 then
     error("gnuplot is not installed (Debian's gnuplot-nox); --html does not need it", 0)
   end
-  local f, why = io.open(path, "wb")  -- checked here, because gnuplot's own message would not give the reason
+  local f, why = io.open(path, "wb")  -- checked here, because gnuplot does not say why it cannot write a file
   if not f then error(("cannot write %s"):format(why), 0) end
   f:close()
   local svg = path:match "%.svg$"
@@ -62,21 +62,21 @@ local function title_of(self, what)
     self.ranks > 1 and (", rank %d of %d"):format(self.rank, self.ranks) or "")
 end
 
---- Returns a number for a title. It has four significant digits. If it has more than four digits before the point, it
---- is rounded to a whole number.
+--- Returns a number as a text for a title. A number below 1000 is rounded to four significant digits, and any other
+--- number to a whole number.
 ---@param n number
 ---@return string
 function draw.figure(n) return (n < 1000 and "%.4g" or "%.0f"):format(n) end
 
---- Draws the memory of a tier over time: the total, the chunks, and everything else. The background has bands for
---- forward, backward and Adam.
+--- Draws the memory use of a tier over time. There are three lines: the total, the chunks, and everything else. The
+--- background shows bands for forward, backward and Adam.
 ---@param self ps.Profile
 ---@param tier ps.profile.Tier
 ---@param path string ends in .svg or .png
 function draw.memory(self, tier, path)
   local lines, plots, rows = {}, {}, {}
   local most, at = read.peak(tier)
-  local has_budget = tier.budget > 0 and tier.budget <= 2 * most         -- a much larger budget would flatten the lines
+  local has_budget = tier.budget > 0 and tier.budget <= 2 * most         -- a larger budget would flatten the lines
   local top = math.max(most * 1.1, has_budget and tier.budget * 1.05 or 1) / MIB
   local function ms(time) return (time - self.begin) / 1e3 end
   for _, band in ipairs(BANDS) do
@@ -97,8 +97,8 @@ function draw.memory(self, tier, path)
       tier.other[i] / MIB)
   end
   local n = #rows
-  rows[n + 1] = ("%.6f %s"):format(ms(self.finish), rows[n]:match " (.*)$")        -- extends the last values to the end
-                                                                                   -- of the profile
+  rows[n + 1] = ("%.6f %s"):format(ms(self.finish), rows[n]:match " (.*)$")        -- the last values remain valid until
+                                                                                   -- the profile ends
   block(lines, "memory", rows)
   for column, name in ipairs { "total", "chunks", "other" } do
     plots[#plots + 1] = ("$memory using 1:%d with steps lw 2 lc rgb '%s' title '%s'"):format(column + 1,
@@ -120,8 +120,8 @@ function draw.memory(self, tier, path)
   gnuplot(path, lines, 600)
 end
 
---- Draws the tier of each chunk over time. Each chunk has a row, whose colour shows the chunk's fastest tier. Rows are
---- ordered by kind, from the bottom to the top.
+--- Draws the tier of each chunk over time. Each chunk is a horizontal row, whose colour shows the fastest tier on which
+--- the chunk has memory. The rows are ordered by the chunks' kinds, from the bottom to the top.
 ---@param self ps.Profile
 ---@param path string ends in .svg or .png
 function draw.access(self, path)

@@ -1,13 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a profile as one page for a browser. The page is page.html with the profile's data inserted. It loads no other
--- files.
+-- Writes a profile as a single HTML page: page.html with the profile's data inserted. The page loads no other files.
 local json = require("cjson").new()
 local paths = require "ps.paths"
 
 local page = {}
 
--- Returns the JSON of a list. `each` returns the JSON of a value. cjson cannot be used, because it would write an empty
--- list as an object.
+-- Returns the JSON of a list. each(value) returns the JSON of one value. cjson is not used, because it would write an
+-- empty list as an object.
 local function list(values, each)
   local parts = {}
   for i, value in ipairs(values) do parts[i] = each(value) end
@@ -16,7 +15,7 @@ end
 
 local function number(value) return ("%.14g"):format(value) end
 
--- Returns the JSON of an object. The arguments alternate between names and JSON texts.
+-- Returns the JSON of an object. The arguments are a name, the JSON of its value, the next name, and so on.
 local function object(...)
   local parts, given = {}, { ... }
   for i = 1, #given, 2 do parts[#parts + 1] = ('"%s":%s'):format(given[i], given[i + 1]) end
@@ -47,16 +46,16 @@ local function data_of(self, tier)
     end))
 end
 
---- Writes the page. It initially shows the tier with this name, or the first tier.
+--- Writes the page to the file `path`.
 ---@param self ps.Profile
 ---@param path string
----@param tier? string
+---@param tier? string name of the tier that the page shows first (default: the first tier)
 function page.write(self, path, tier)
   local f, why = io.open(paths.root .. "/lua/ps/profile/page.html", "rb")
   if not f then error("cannot read the page: " .. why, 0) end
   local before, after = f:read("*a"):match "^(.*)@DATA@(.*)$"
   f:close()
-  -- "<" is escaped, because a name could otherwise end the script of the page
+  -- "<" is escaped, because a name that contains "</script>" would end the script of the page.
   local data = data_of(self, tier):gsub("<", "\\u003c")
   f, why = io.open(path, "wb")
   if not f then error("cannot write " .. why, 0) end

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The record of events (src/base/record.h) for scripts. Events are ops, modules, copies, disk accesses, collectives,
--- waits, chunks, and the bytes of tiers. Each event has its time, step and phase.
+-- ps.profiler: lets a script record events (src/base/record.h). Events are ops, modules, copies, disk accesses,
+-- collectives, waits, moves of chunks, and changes of the memory use of tiers. Each event contains its time, step and
+-- phase.
 --   ps.profiler.start(); ...; ps.profiler.stop(); ps.profiler.save("profile.json"); ps.profiler.report()
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
@@ -12,11 +13,11 @@ local ffi, C = native.ffi, native.C
 
 local profiler = {}
 
-local EVENTS = 2 ^ 18           -- number of events, with 64 bytes each; a step of a small GPT-2 has a few thousand
+local EVENTS = 2 ^ 18           -- default capacity; an event needs 64 bytes; a small GPT-2 has thousands per step
 
---- Begins to record. It can be called before ps.initialize. An earlier record is discarded.
----@param options? { events?: integer } events: capacity of the record, at 64 bytes per event (default 262144); if it is
----  full, new events overwrite the oldest
+--- Begins to record. This function can be called before ps.initialize. An earlier record is discarded.
+---@param options? { events?: integer } events: maximum number of events in the record, which needs 64 bytes per event
+---  (default 262144); if the record is full, each new event overwrites the oldest event
 function profiler.start(options)
   options = caller.options(options, "ps.profiler.start", { events = "whole" })
   local events = tonumber(options.events or EVENTS)
@@ -27,8 +28,8 @@ function profiler.start(options)
 end
 
 --- Stops recording and keeps the record.
----@return { name: string, calls: integer, seconds: number, flops: number, bytes: number }[] sums over all calls of each
----  op since the start, including calls whose events were overwritten, sorted by time, longest first
+---@return { name: string, calls: integer, seconds: number, flops: number, bytes: number }[] a row for each op with the
+---  sums over all calls since the start, including calls whose events were overwritten; sorted by time, longest first
 function profiler.stop()
   C.ps_record_settle(native.ctx)
   C.ps_record_stop()
@@ -44,14 +45,14 @@ function profiler.stop()
   table.sort(rows, function(a, b) return a.seconds > b.seconds end)
   return rows
 end
-profiler["end"] = profiler.stop                              -- PatrickStar's name, which is a reserved word in Lua
+profiler["end"] = profiler.stop                              -- PatrickStar calls it end, a reserved word in Lua
 
---- Writes the record as a file in Chrome's trace format, which Perfetto opens (docs/profiling.md). With several ranks,
---- each rank that calls it writes its own file, with the rank in its name: profile.rank1.json. The other ranks need not
---- call it, unless `align` is set.
+--- Writes the record to a file in Chrome's trace format, which Perfetto can open (docs/profiling.md). If there are
+--- several ranks, each rank that calls this function writes its own file. The name of the file contains the rank:
+--- profile.rank1.json. Not all ranks need to call this function, unless `align` is set.
 ---@param path string
----@param options? { align?: boolean } align: all ranks must call it, and times in all files are by rank 0's clock
----  (default: by the machine's clock, which differs between machines)
+---@param options? { align?: boolean } align = true: all ranks must call this function, and the times in all files are
+---  by rank 0's clock. Otherwise the times are by the clock of each rank's machine
 ---@return string path the file that this rank wrote
 function profiler.save(path, options)
   if type(path) ~= "string" then error("ps.profiler.save takes the name of a file, not a " .. type(path)) end
@@ -67,11 +68,11 @@ function profiler.save(path, options)
 end
 
 ---@class ps.profiler.Limits
----@field flops number|table<string, number> operations per second that a device reaches in products, in total or by
----  dtype
----@field bytes number bytes per second that it reads and writes
+---@field flops number|table<string, number> operations per second that a device reaches in matrix products: one number
+---  for all dtypes, or a number for each dtype
+---@field bytes number bytes per second that the device reads and writes
 
--- Returns the limits that a script has passed, with the dtype names that profiles use.
+-- Checks the limits that a script has passed. Returns them with the names of dtypes that profiles use.
 local function given(limits)
   local function above_0(x) return type(x) == "number" and x > 0 end
   local flops, ok = limits.flops, above_0(limits.bytes)
@@ -88,8 +89,9 @@ local function given(limits)
   return { flops = flops, bytes = limits.bytes }
 end
 
--- Returns the limits of `device`, or else of the device that computed the profile's products. If they cannot be
--- measured and were not requested explicitly, returns nil and the reason.
+-- Measures the limits of `device`. If `device` is nil, measures the device that computed the products in the profile.
+-- If the limits cannot be measured, raises an error if the script asked for them, and otherwise returns nil and the
+-- reason.
 local function measured(profile, device, asked)
   local products = report.products(profile)
   asked = asked or device ~= nil
@@ -104,14 +106,14 @@ end
 local OPTIONS = { by = "string", file = "string", against = "string", limits = "table boolean", device = "string",
   quiet = "boolean" }
 
---- Sums the record by op or by module, per step: time, operations and bytes per second, the share of the machine's
---- limit, waits and idle time. Prints a table. A running record is stopped.
+--- Prints a table with a row for each op or module. The columns are, per step: time, operations per second, bytes per
+--- second, the reached fraction of the machine's limit, waits and idle time. If a recording is running, it is stopped.
 ---@param options? { by?: "op"|"module", file?: string, against?: string, limits?: ps.profiler.Limits|boolean, device?:
----  string, quiet?: boolean } by (default "op"). file: a saved profile, instead of the record. against: a saved profile
----  for comparison. limits: the machine's limits per second, with flops in total or by dtype, `flops = { fp32 = 1e11,
----  bf16 = 1e12 }`; true measures them now for each dtype of products in the profile, on `device` (default: the
----  profile's device), which needs 140 MiB; false uses none; by default they are measured if there is memory. quiet:
----  prints nothing
+---  string, quiet?: boolean } by: the rows are ops (default) or modules. file: a saved profile that is read in place of
+---  the record. against: a saved profile with which the times are compared. limits: the limits of the machine, such as
+---  `{ flops = { fp32 = 1e11, bf16 = 1e12 }, bytes = 1e11 }`. limits = true: measures the limits now, on `device`
+---  (default: the device of the profile), for each dtype of the products in the profile; this needs 140 MiB. limits =
+---  false: uses no limits. By default, the limits are measured if there is enough memory. quiet = true: prints nothing
 ---@return ps.profiler.Row[] rows that print as the table
 function profiler.report(options)
   options = caller.options(options, "ps.profiler.report", OPTIONS)

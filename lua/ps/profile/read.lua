@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads a profile (docs/profiling.md) for pictures. The result has the bytes of each tier and the place of each chunk
--- over time, and the phases of the steps. Times are in microseconds, as in the file.
+-- Reads a profile (docs/profiling.md) for pictures. The result contains the memory use of each tier and the tier of
+-- each chunk over time, and the phases of the steps. Times are in microseconds, as in the file.
 local json = require("cjson").new()
 local optimizers = require "ps.optimizers"
 local read_file = require "ps.core.read_file"
@@ -13,35 +13,35 @@ local read = {}
 ---@field path string
 ---@field rank integer
 ---@field ranks integer
----@field dropped integer number of older events that were overwritten
+---@field dropped integer number of events that were overwritten by newer events
 ---@field begin number time of the first event
 ---@field finish number time at which the last event ends
 ---@field tiers ps.profile.Tier[] tiers with events, fastest first
 ---@field steps {step: integer, first: boolean, begin: number, finish: number}[]
 ---@field bands {kind: "forward"|"backward"|"adam", begin: number, finish: number}[] sorted by time
----@field chunks ps.profile.Chunk[] by kind, then by index
+---@field chunks ps.profile.Chunk[] sorted by kind, then by index
 
 ---@class ps.profile.Tier
 ---@field name string "device", "host" or "disk"; without chunks, the name of a device
 ---@field budget integer limit in bytes, or 0 if there is no limit
----@field times number[] times at which a value changes
----@field held integer[] bytes of chunks, starting at the time with the same index in `times`
----@field other integer[] bytes of everything else, starting at the time with the same index in `times`
+---@field times number[] times at which `held` or `other` changes
+---@field held integer[] held[i] is the number of bytes of chunks from times[i] on
+---@field other integer[] other[i] is the number of bytes of everything except chunks from times[i] on
 
 ---@class ps.profile.Chunk
 ---@field id integer
----@field kind string kind of the chunk. It is "gone" if the kind is unknown, as in files of earlier versions, for
----  chunks that no longer existed
----@field index integer index of the chunk, or its id if it no longer existed
----@field gone boolean whether it no longer existed when the profile was saved
+---@field kind string kind of the chunk. If `gone` is true, files of earlier versions do not contain the kind; `kind` is
+---  then "gone"
+---@field index integer index of the chunk among the chunks of its kind; if `gone` is true, the id of the chunk
+---@field gone boolean true if the chunk did not exist any more when the profile was saved
 ---@field nbytes integer
 ---@field tensors string[]
----@field times number[] times at which the tiers change
----@field on (string|false)[] the fastest tier on which it has memory, starting at the time with the same index in
----  `times`; false if it has no memory
+---@field times number[] times at which `on` changes
+---@field on (string|false)[] on[i] is the fastest tier on which the chunk has memory from times[i] on, or false if the
+---  chunk has no memory
 
--- Returns the kinds in PatrickStar's order of sections, from the bottom to the top: FP16_PARAM, FP32_PARAM, VARIANCE,
--- MOMENTUM.
+-- Returns the kinds of chunks in the order in which PatrickStar's figure shows them, from the bottom to the top:
+-- FP16_PARAM, FP32_PARAM, VARIANCE, MOMENTUM.
 local function kinds_in_order()
   local list, states = { "param", "param_fp32" }, optimizers.state_names()
   for i = #states, 1, -1 do list[#list + 1] = states[i] end
@@ -53,16 +53,16 @@ local BANDS = { forward = "forward", backward = "backward", input = "backward", 
 local rank_of_kind = {}
 for i, kind in ipairs(kinds_in_order()) do rank_of_kind[kind] = i end
 
--- Returns the JSON in the file as a table. The error says whether the file is not JSON, is truncated, or was written by
--- another program.
+-- Returns the JSON in the file as a table. Otherwise raises an error, which says that the file is not JSON, that it is
+-- truncated, or that another program wrote it.
 local function decoded(path)
   local text, why = read_file(path)
   if not text then error("cannot read " .. why, 0) end
   local ok, all = pcall(json.decode, text)
   if not ok then
     local what = tostring(all):match "^[^\n]*"
-    -- If a file is truncated, the parser reports the end of the file, or else the truncated word or escape. Such a word
-    -- begins at most a few characters before the end.
+    -- For a truncated file, the parser reports an error at the end of the file, or at a truncated word or escape
+    -- sequence, which begins at most a few characters before the end.
     local at_end = #text - (tonumber(what:match "character (%d+)") or 0) < 8 or what:find("end of string", 1, true)
     local cut = text == "" or text:find "^%s*{" and at_end
     error(("%s is not a profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
@@ -78,7 +78,8 @@ local function decoded(path)
   return all
 end
 
--- Returns functions that check values. Their errors name the file and the place in it.
+-- Returns functions that check values in the file. Their errors contain the path of the file and the place of the
+-- value.
 local function checks(path)
   local function fail(what, value, wanted)
     error(("%s is damaged: %s is %s, not %s"):format(path, what, type(value) == "table" and "a table"
@@ -107,7 +108,7 @@ local function checks(path)
   return check
 end
 
--- Sorts chunks by kind, then by index. Chunks that no longer existed are the last of their kind.
+-- Sorts chunks by kind, then by index. Among the chunks of a kind, chunks with gone = true come last.
 local function sort(chunks)
   local function rank(chunk) return rank_of_kind[chunk.kind] or math.huge end
   table.sort(chunks, function(a, b)
@@ -118,7 +119,7 @@ local function sort(chunks)
   end)
 end
 
--- Returns the chunks that had memory at some time.
+-- Returns the chunks that had memory on a tier at some time.
 local function somewhere(chunks)
   local list = {}
   for _, chunk in ipairs(chunks) do
@@ -146,7 +147,9 @@ local function chunks_of(head, check)
   return list, by_id
 end
 
--- Returns the tiers in the order of the head's list. They are followed by tiers that occur only in events.
+-- Returns a list of tiers, and a function find(name) that returns the tier with a name. The list contains the tiers in
+-- the file's head in their order. If the name is not in the list, find appends a tier, because a tier may occur only in
+-- events.
 local function tier_finder(head, check)
   local list, by_name = {}, {}
   local function find(name)
@@ -175,16 +178,17 @@ local function steps_of(head, check)
   return list
 end
 
--- Returns the functions that add an event to the profile, by category: fn(event, args, what, ts).
+-- Returns a table of functions by category of events. Each function adds an event of its category to the profile:
+-- fn(event, args, what, ts).
 local function takers(self, find_tier, by_id, check)
   local take = {}
   function take.memory(event, args, what, ts)
-    if event.ph ~= "C" or event.name == "meta" then return end      -- meta tensors have shapes, but no bytes
+    if event.ph ~= "C" or event.name == "meta" then return end      -- tensors on the device meta have no bytes
     local tier = find_tier(check.text(event.name, what .. ".name"))
     local held, other = check.nbytes(args.chunks, what .. ".args.chunks"),
       check.nbytes(args.other, what .. ".args.other")
     local n = #tier.times
-    if tier.times[n] ~= ts then n = n + 1 end  -- of several changes at the same time, the last one is kept
+    if tier.times[n] ~= ts then n = n + 1 end  -- if several changes have the same time, only the last change is kept
     tier.times[n], tier.held[n], tier.other[n] = ts, held, other
   end
   function take.action(event, _, what, ts)
@@ -252,8 +256,8 @@ function read.file(path)
   return self
 end
 
--- Removes the entries before the time `begin` from `times` and from its parallel lists. The values that are valid at
--- `begin` are kept and begin at that time.
+-- Removes all entries before the time `begin` from `times` and from the lists that belong to it, except the last such
+-- entry: its values are valid at `begin`, so its time becomes `begin`.
 local function drop_before(times, begin, ...)
   local first = 0
   while times[first + 1] and times[first + 1] <= begin do first = first + 1 end
@@ -265,7 +269,8 @@ local function drop_before(times, begin, ...)
   times[1] = begin
 end
 
---- Drops the first steps, which have no plan, and all events before and in them. Raises an error if no step has a plan.
+--- Removes the first steps, which have no plan, and all events before the first step that has a plan. Raises an error
+--- if no step has a plan.
 ---@param self ps.Profile
 function read.drop_warmup(self)
   local last
@@ -289,10 +294,10 @@ function read.drop_warmup(self)
   self.steps, self.bands = steps, bands
 end
 
---- Returns the tier with PatrickStar's name GPU, CPU or DISK. Without a name, returns the fastest tier. Raises an error
---- if the profile lacks the tier.
+--- Returns the tier that PatrickStar calls `name`. Without a name, returns the fastest tier. Raises an error if the
+--- profile does not contain the tier.
 ---@param self ps.Profile
----@param name? string
+---@param name? string "GPU", "CPU" or "DISK"
 ---@return ps.profile.Tier
 function read.tier(self, name)
   local names = {}
@@ -305,7 +310,7 @@ function read.tier(self, name)
   error(("%s has no memory of type %s; it has %s"):format(self.path, name, table.concat(names, ", ")), 0)
 end
 
---- Returns the largest total of a tier, and the time at which the total first has this value.
+--- Returns the largest memory use of a tier (chunks plus everything else), and the first time at which it occurs.
 ---@param tier ps.profile.Tier
 ---@return integer nbytes
 ---@return number time

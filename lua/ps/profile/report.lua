@@ -1,25 +1,26 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sums over a profile (docs/profiling.md), which can be live or from a file. For each op or module, the sums are time,
--- FLOPS, bytes, waits and idle time. They are compared with the limits of the machine or with another profile.
+-- Makes reports about a profile (docs/profiling.md). The profile is the current record or a file. A report contains the
+-- time, operations, bytes, waits and idle time of each op or module. It can compare the times with the limits of the
+-- machine and with another profile.
 local json = require("cjson").new()
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local read_file = require "ps.core.read_file"
 local error = caller.error
 
-local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: name of the row for ops outside modules
+local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: name of the row for ops that run outside modules
 
 local VERSION = 1
-local UNKNOWN = "?"            -- dtype of a product if the file does not name it
-local LEAST = 0.001            -- smallest share of the total time for which an op has its own row
+local UNKNOWN = "?"            -- stands for the dtype of a product if the file does not contain the dtype
+local LEAST = 0.001            -- an op with less than this fraction of the total time has no row of its own
 
--- The fields that reports sum, by the category of their events.
+-- For each category of events: the numeric fields of the events that reports read.
 local FIELDS = { op = { "flops", "bytes", "step" }, wait = { "step" }, module = { "step" } }
 
--- Optional arguments of events that must be texts.
+-- Optional fields in the arguments of events. If such a field exists, it must be a text.
 local TEXTS = { "dtype", "device", "module", "path" }
 
--- Raises an error if the events or the steps of a file do not conform to docs/profiling.md.
+-- Raises an error if an event or a step in a file does not have the form that docs/profiling.md describes.
 local function check_fields(path, profile)
   local function numbers(t, what, names)
     if type(t) ~= "table" then error(("%s is damaged: %s is not an object"):format(path, what)) end
@@ -48,7 +49,7 @@ local function check_fields(path, profile)
   end
 end
 
---- Returns the file of a profile as a table.
+--- Reads a profile from a file and checks it.
 ---@param path string
 ---@return table
 function report.read(path)
@@ -70,21 +71,21 @@ end
 
 ---@class ps.profiler.Row
 ---@field name string the op, or the module's path
----@field calls number ops per step
----@field seconds number of its ops, per step; for a module, including the modules in it
----@field forward number seconds of its ops in forward
----@field backward number seconds of its ops in backward
----@field flops number operations per step
----@field bytes number bytes per step
----@field waits number seconds per step of waits for copies, collectives and messages
----@field idle? number seconds per step of a module's forward that were neither ops nor waits; nil if ops overlapped the
----  script, as on a GPU
----@field limit? number smallest share of `seconds` that the machine could need, or nil if the limit of a dtype is
----  unknown
----@field before? number seconds in the other profile
+---@field calls number number of ops per step
+---@field seconds number duration of all ops per step; for a module, this includes the ops of the modules in it
+---@field forward number the part of `seconds` in forward
+---@field backward number the part of `seconds` in backward
+---@field flops number number of operations per step
+---@field bytes number number of bytes per step
+---@field waits number seconds per step in which the script waits for copies, collectives and messages
+---@field idle? number seconds per step of a module's forward in which no op ran and the script did not wait; nil if ops
+---  overlapped the script, as on a GPU
+---@field limit? number time that the ops need at the limits of the machine, divided by `seconds`; nil if the limit of a
+---  dtype is unknown
+---@field before? number `seconds` in the profile `against`
 
--- Returns the paths of a module and of all modules that contain it. For "h.0.attn" these are "h.0.attn", "h.0", "h" and
--- "" (the outermost module).
+-- Returns a list of the path of a module and the paths of all modules that contain the module. For "h.0.attn", the list
+-- contains "h.0.attn", "h.0", "h" and "" (the outermost module).
 local function around(path)
   local list = { path }
   while path ~= "" do
@@ -105,8 +106,8 @@ local function row_of(rows, name)
   return row
 end
 
--- Returns the total seconds of the steps, and the total seconds of ops and waits within steps. If there are no steps,
--- returns the totals of all events.
+-- Returns the total duration of all steps (wall), of all ops in steps, and of all waits in steps, in seconds. If the
+-- profile contains no steps, returns the totals of all events.
 local function totals(profile)
   local events, steps = profile.traceEvents, profile.psluajit.steps
   local sum = { steps = math.max(1, #steps), wall = 0, ops = 0, waits = 0 }
@@ -140,8 +141,8 @@ local function add(row, e, n)
   if phase == "backward" or phase == "input" or phase == "weight" then row.backward = row.backward + seconds end
 end
 
--- Returns the rows of a profile. The numbers in a row are per step. Rows of ops are sorted by time, longest first. Rows
--- of modules are in the order of the model.
+-- Returns the rows of a profile with n steps. The numbers in a row are divided by n. Rows of ops are sorted by time,
+-- longest first. Rows of modules are in the order in which the modules first run.
 local function rows_of(profile, by, n)
   local rows, stepped, order = {}, #profile.psluajit.steps > 0, {}
   for _, e in ipairs(profile.traceEvents) do
@@ -183,7 +184,8 @@ end
 
 local function number(x, format) return x and x > 0 and (format or "%.3f"):format(x) or "-" end
 
--- Returns the shortest possible time of a row's products in seconds. Returns nil if the rate of a dtype is unknown.
+-- Returns the shortest possible time in seconds of the products in a row. `flops` is the rate of the machine, or a
+-- table of rates by dtype. Returns nil if the rate of a dtype is unknown.
 local function product_seconds(row, flops)
   if type(flops) == "number" then return row.flops / flops end
   local sum = 0
@@ -194,7 +196,8 @@ local function product_seconds(row, flops)
   return sum
 end
 
--- Returns the rates as a text such as "300.0 GFLOP/s in products", or with the rates by dtype.
+-- Returns a text for the rates in `flops`, such as "300.0 GFLOP/s in products". If `flops` is a table, the text lists a
+-- rate for each dtype.
 local function rates_text(flops)
   if type(flops) == "number" then return ("%.1f GFLOP/s in products"):format(flops * 1e-9) end
   local list = {}
@@ -203,7 +206,7 @@ local function rates_text(flops)
   return table.concat(list, ", ")
 end
 
--- Returns the lines of a report about the step as a whole.
+-- Returns the lines of a report that describe the whole step.
 local function summary(self)
   local lines = { ("per step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d step%s")
     :format(self.wall * 1e3, self.ops * 1e3, self.waits * 1e3, self.idle * 1e3, self.flops * 1e-9,
@@ -260,12 +263,13 @@ end
 
 local Report = { __tostring = show }
 
---- Returns the lines below the table of a report. They describe the step as a whole.
----@param rows ps.profiler.Row[] of report.of
+--- Returns the lines below the table of a report. These lines describe the whole step.
+---@param rows ps.profiler.Row[] the result of report.of
 ---@return string
 function report.summary(rows) return summary(rows) end
 
---- Returns the dtypes of a profile's products, and the device that computed most of the products.
+--- Returns the dtypes of the matrix products in a profile, and the device that computed the most operations of
+--- products.
 ---@param profile table
 ---@return { dtypes: string[], device: string? }
 function report.products(profile)
@@ -286,13 +290,13 @@ function report.products(profile)
   return { dtypes = dtypes, device = most }
 end
 
---- Returns the sums of a profile as a list of rows that prints as a table.
+--- Returns the report about a profile as a list of rows, which prints as a table.
 ---@param profile table
 ---@param by "op"|"module"
 ---@param limits? ps.profiler.Limits peak rates of the machine
----@param against? table another profile
----@return ps.profiler.Row[] rows; the list also has the fields wall, ops, waits and idle (seconds per step), flops (per
----  step), steps, dropped and events
+---@param against? table another profile, with which the times are compared
+---@return ps.profiler.Row[] rows; the list also has these fields: wall, ops, waits and idle (in seconds per step), flops
+---  (per step), steps, dropped and events (numbers of the whole profile)
 function report.of(profile, by, limits, against)
   local sum = totals(profile)
   local n = sum.steps

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.profiler.save: writes the record of events as a file (docs/profiling.md).
+-- Converts the record of events to the text of a file, for ps.profiler.save (docs/profiling.md describes the file).
 local native = require "ps.core.ffi"
 local clock = require "ps.profile.clock"
 local dist = require "ps.dist"
@@ -10,17 +10,17 @@ local chunks = require "ps.memory.chunks"
 local ffi, C = native.ffi, native.C
 
 local VERSION = 1
--- The streams of events. If the work of a stream overlaps the script, the stream has several tracks. Their number is
--- the largest number of simultaneous events.
+-- The streams of events. The stream "script" has one track. Events of any other stream may overlap, so the stream is
+-- divided into tracks: as many as it has simultaneous events.
 local STREAMS = { "script", "copies up", "copies down", "disk reads", "disk writes", "collectives",
   "kernels" }
-local TRACKS = 1000            -- distance between the numbers of the first tracks of two streams
+local TRACKS = 1000            -- the tracks of stream s have the numbers s * TRACKS, s * TRACKS + 1 and so on
 
 local function text(value)
   return '"' .. value:gsub('[%c"\\]', function(c) return ("\\u%04x"):format(c:byte()) end) .. '"'
 end
 
--- Returns the index, counted from 0, of the stream to which an event with a duration belongs.
+-- Returns the index of an event's stream, counted from 0. The event must have a duration.
 local function stream_of(e)
   if e.kind == C.PS_REC_COPY then return 1 + e.name end
   if e.kind == C.PS_REC_DISK then return 3 + e.name end
@@ -42,7 +42,8 @@ end
 
 function Writer:tier(t) return self.tiers[t + 1] and self.tiers[t + 1].name or "tier " .. t end
 
--- Returns the argument `module` of an event. It is empty outside modules, and for modules that Lua has collected.
+-- Returns the field `module` of an event's arguments as JSON text. Returns "" if the event is outside modules, or if
+-- Lua has already collected the module.
 function Writer:in_module(e)
   local module = self.modules[e.module]
   return module and ',"module":' .. text(module.path) or ""
@@ -50,7 +51,8 @@ end
 
 local function device_of(e) return text(native.device_name[e.from] or tostring(e.from)) end
 
--- Functions that return the name of an event and its other arguments as JSON text, by the kind of the event.
+-- A table of functions by kind of events. A function returns the name of an event, and the fields of its arguments as
+-- JSON text.
 local TELLS = {
   [C.PS_REC_OP] = function(w, e)
     return native.op_info[e.name].name, (',"bytes":%d,"flops":%d%s,"device":%s%s'):format(tonumber(e.bytes),
@@ -95,10 +97,10 @@ local TELLS = {
 
 local function micros(ns) return ("%.3f"):format(tonumber(ns) / 1000) end
 
--- Converts a time of this rank's clock to microseconds of rank 0's clock.
+-- Converts a time of this rank's clock to microseconds since time 0 of the file.
 function Writer:at(ns) return micros(ns + self.offset - self.zero) end
 
--- Writes a counter event with the bytes of a tier or a device. A counter has only numbers as arguments.
+-- Writes a counter event: the number of bytes in use on a tier or a device. All arguments of a counter must be numbers.
 function Writer:counter(e)
   local tier = e.kind == C.PS_REC_TIER
   local name = tier and self:tier(e.to) or native.device_name[e.to] or tostring(e.to)
@@ -106,7 +108,7 @@ function Writer:counter(e)
     text(name), self:at(e.begin_ns), self.rank, tonumber(e.bytes), tonumber(e.flops)))
 end
 
--- Returns the first track of the event's stream that is free when the event begins.
+-- Returns the number of the first track of an event's stream that is free when the event begins.
 function Writer:track(e)
   local stream = stream_of(e)
   if stream == 0 then return 0 end
@@ -144,10 +146,10 @@ function Writer:name_tracks()
   end
 end
 
--- Returns an int64_t as a text with all its decimal digits.
+-- Returns an int64_t as a decimal text.
 local function whole(ns) return (tostring(ns):gsub("LL$", "")) end
 
--- Returns a list as JSON. An empty list is written as []. encode would write it as an object.
+-- Returns a list as JSON. encode() is not used for the whole list, because it would write an empty list as an object.
 local function json_list(list)
   local parts = {}
   for i, value in ipairs(list) do parts[i] = encode(value) end
@@ -163,11 +165,11 @@ local function chunks_json()
   return "[" .. table.concat(parts, ",") .. "]"
 end
 
---- Returns the record as the text of a file. Time 0 is the time of the first event. If there are several ranks and
---- their clocks are not aligned, time 0 is instead the zero of the machine's clock, because all ranks of a machine
---- share this clock.
----@param group? ps.Group a group whose ranks all call this and whose clocks are aligned, or nil to use only this rank's
----  clock
+--- Returns the record as the text of a file. Time 0 of the file is the time of the first event. However, if there are
+--- several ranks and `group` is nil, it is the zero of the machine's clock, so that the files of all ranks of a machine
+--- have the same time 0.
+---@param group? ps.Group the ranks whose clocks are aligned; all of them must call this function. If group is nil, the
+---  clocks are not aligned
 ---@return string
 return function(group)
   local list, n, order, dropped = events.read()

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures the highest speeds of a device: operations per second in a large product, by type, and bytes per second that
--- a large copy reads and writes. Each speed is the best of a few tries. Reports and planning use these speeds.
+-- Measures the highest speeds of a device: the operations per second of a large matrix product for each dtype, and the
+-- bytes per second that a large copy reads and writes. Each speed is the best of a few tries. Reports of profiles and
+-- plans use these speeds.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local create = require "ps.tensor.create"
@@ -12,7 +13,7 @@ local speeds = {}
 
 local TRIES = 4
 
---- Returns the shortest duration of a few calls, in seconds.
+--- Calls fn() a few times. Returns the duration of the shortest call in seconds.
 ---@param fn function
 ---@return number
 function speeds.least(fn)
@@ -25,10 +26,11 @@ function speeds.least(fn)
   return seconds
 end
 
---- Returns the speeds of a device. Dtypes that the device cannot multiply are absent.
+--- Returns the speeds of a device. If the device cannot multiply matrices of a dtype, the result does not contain the
+--- dtype.
 ---@param device string
----@param sizes {side: integer, nbytes: integer, dtypes: string[]} side: side of the product's square matrices. nbytes:
----  size of the copy, which must exceed the caches of a processor
+---@param sizes {side: integer, nbytes: integer, dtypes: string[]} side: number of rows and columns of the matrices.
+---  nbytes: size of the copy in bytes, which must be larger than the processor's caches
 ---@return {flops: table<string, number>, bandwidth: number} flops by dtype
 function speeds.of(device, sizes)
   local flops, bandwidth, side, nbytes = {}, nil, sizes.side, sizes.nbytes
@@ -54,10 +56,11 @@ function speeds.of(device, sizes)
   return { flops = flops, bandwidth = bandwidth }
 end
 
--- The sizes of the first product and copy. A GPU completes such small sizes before the call returns. So the sizes are
--- doubled, at most DOUBLINGS times, until a product and a copy take ENOUGH seconds.
+-- SIZES contains the sizes of the first product and the first copy. A GPU completes such a small product or copy before
+-- the call returns. So the sizes are doubled, at most DOUBLINGS times, until a product and a copy take at least ENOUGH
+-- seconds.
 local SIZES, ENOUGH, DOUBLINGS = { side = 1024, nbytes = 2 ^ 26 }, 5e-4, 3
-local known = {}                                           -- measured limits by device
+local known = {}                                           -- the limits that were already measured, by device
 
 ---@param device string
 ---@param sizes {side: integer, nbytes: integer, dtypes: string[]}
@@ -78,9 +81,9 @@ local function measure(device, sizes)
   return measured
 end
 
---- Returns the limits of a device, measured once per process.
+--- Returns the limits of a device. Each limit is measured only once per process.
 ---@param device string
----@param dtypes string[] dtypes of products; a dtype that the device cannot multiply has no limit
+---@param dtypes string[] dtypes of products. If the device cannot multiply a dtype, the result has no limit for it
 ---@return {flops: table<string, number>, bytes: number} flops by dtype
 function speeds.limits(device, dtypes)
   local limits, sizes = known[device], copied(SIZES)
