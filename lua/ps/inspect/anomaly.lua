@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Anomaly mode, like PyTorch's detect_anomaly. The first op that makes a NaN or an infinity raises an error. The error
--- names the op, the line of the script that called it, and the module. src/tensor/anomaly.c checks the values, and this
--- file stores the lines of the script.
+-- Anomaly mode, like PyTorch's detect_anomaly. The first op that produces a NaN or an infinity raises an error. The
+-- error contains the name of the op, the line of the script that called the op, and the module. src/tensor/anomaly.c
+-- checks the values. This file stores the lines of the script.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
@@ -12,7 +12,7 @@ local anomaly = {}
 local places, numbers = {}, {}                      -- places: index -> line that called an op; numbers: line -> index
 local found = ffi.new("ps_anomaly_info")
 
--- Passes the line that calls the next op to C, as an index into `places`.
+-- Called before each op. Passes the current line of the script to C, as an index into `places`.
 local function here()
   local line = caller.position()
   local number = numbers[line]
@@ -47,11 +47,14 @@ hooks.on("anomaly", text)
 hooks.on("scaled", function() C.ps_anomaly_scaled(ctx, 1) end)
 hooks.on("step", function() C.ps_anomaly_scaled(ctx, 0) end)
 
---- Switches anomaly mode on or off. While it is on, the first op of forward, backward or update that produces a NaN or
---- an infinity raises an error that names the op, the script's line and the module. For an op of backward, these are
---- the line and the module of the call whose gradient it computes. Infinities that a script writes itself, such as
---- masks, do not count. An overflow in the backward of a scaled loss, whose step is skipped, does not count, either.
---- The outputs of all ops are read, so training is several times slower.
+--- Switches anomaly mode on or off. In anomaly mode, the first op of forward, backward or update that produces a NaN or
+--- an infinity raises an error. The error contains the name of the op, the line of the script and the module. For an op
+--- of backward, it contains the line and the module of the forward op whose gradient the op computes.
+---
+--- There are two exceptions. Infinities that the script itself writes, for example to a mask, do not raise an error. An
+--- overflow in the backward of a scaled loss does not raise an error, because the step is skipped.
+---
+--- Training is several times slower in anomaly mode, because the outputs of all ops are read.
 ---@param on boolean
 ---@return boolean the previous setting
 function anomaly.set_detect_anomaly(on)
@@ -62,12 +65,12 @@ end
 
 local function restore(was, depth, ok, ...)
   anomaly.set_detect_anomaly(was)
-  C.ps_module_leave(depth)                          -- leaves the inner modules that the error has not ended
+  C.ps_module_leave(depth)                          -- leaves the modules that were still running at an error
   if not ok then error((...), 0) end
   return ...
 end
 
---- Runs fn(...) in anomaly mode (ps.set_detect_anomaly), which covers both its forward and its backward.
+--- Runs fn(...) in anomaly mode (ps.set_detect_anomaly). All ops of forward and backward that fn runs are checked.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return any ... the results of fn

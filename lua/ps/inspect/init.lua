@@ -6,9 +6,9 @@
 --   local inspector = ps.inspect.inspect_tensor(function() model:backward(model(x, y)) end)
 --   print(ps.inspect.format_summary(inspector:get_summary()))     -- the tensors passed to ps.inspect.record_tensor
 --
--- All numbers are computed in fp64 (ps_tensor_stats). As in PyTorch, std divides by the number of elements minus one,
--- and is NaN for a single element. Parameters and records of several ranks are combined, so all ranks must make the
--- same calls.
+-- All numbers are computed in fp64 (ps_tensor_stats). As in PyTorch, the standard deviation divides by the number of
+-- elements minus one, and is NaN for a single element. The parameters and records of all ranks are combined, so all
+-- ranks must make the same calls.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local exact = require "ps.core.exact"
@@ -23,18 +23,19 @@ local inspect = {}
 ---@class ps.inspect.Row
 ---@field name string
 ---@field group? string group of a record
----@field index? integer index of a record, from 0, among the records with its name and group
+---@field index? integer index of a record among the records of the same name and group, counted from 0
 ---@field shape integer[]
 ---@field mean number
 ---@field std number
 ---@field min number
 ---@field max number
----@field grad_mean? number nil without a gradient
+---@field grad_mean? number nil if there is no gradient
 ---@field grad_std? number
 
 local stats_out, no_values = ffi.new("ps_stats"), ffi.new("double[1]")
 
--- Returns {numel, mean, squares, min, max} of a tensor. `squares` is the sum of squared differences from the mean.
+-- Returns the statistics {numel, mean, squares, min, max} of a tensor. `squares` is the sum of the squared differences
+-- between the elements and the mean.
 local function stats_of(t)
   return scope.no_grad(scope.scope, function()
     native.check(C.ps_tensor_stats(t:to("cpu"), stats_out))
@@ -44,7 +45,8 @@ end
 
 local function std(s) return s[1] > 1 and math.sqrt(s[3] / (s[1] - 1)) or 0 / 0 end
 
--- Merges the statistics of two sets of elements (Chan, Golub, LeVeque 1979).
+-- Returns the statistics of the union of two sets of elements from the statistics of each set (Chan, Golub, LeVeque
+-- 1979).
 local function join(a, b)
   if a[1] == 0 then return b end
   if b[1] == 0 then return a end
@@ -58,8 +60,9 @@ local function join(a, b)
 end
 
 -- -- entries as text, which ranks send to each other ------------------------------------------------------------------
--- An entry has the fields name, group, index, shape, value and grad. value and grad are statistics. If ranks have
--- copies of a part of the tensor, the field `part` identifies that part.
+-- An entry describes a tensor of one rank. It has the fields name, group, index, shape, value and grad. `value` and
+-- `grad` are statistics. If the tensor is a part of a larger tensor, and several ranks may have copies of this part,
+-- the field `part` is the index of the part.
 local function write_numbers(list)
   local parts = {}
   for i, x in ipairs(list or {}) do parts[i] = ("%.17g"):format(x) end
@@ -99,8 +102,8 @@ local function read(text)
   return entries
 end
 
--- Returns the entries of all ranks, in the order of the ranks. fn returns the entries of this rank. An error on one
--- rank is raised on all ranks.
+-- Returns a list with the entries of each rank. fn() returns the entries of this rank. If fn raises an error on one
+-- rank, the error is raised on all ranks.
 local function of_ranks(fn)
   local group = require("ps.dist.mesh").group "world"
   if not group then return { fn() } end
@@ -117,7 +120,7 @@ local function row_of(e)
 end
 
 -- -- parameters -------------------------------------------------------------------------------------------------------
--- Converts a pattern to a Lua pattern. As in Python's fnmatch, the pattern can have *, ? and [abc], [a-z], [!a].
+-- Converts a pattern of Python's fnmatch to a Lua pattern. The pattern may contain *, ?, [abc], [a-z] and [!a].
 local function matcher(pattern)
   local out, at = { "^" }, 1
   while at <= #pattern do
@@ -143,8 +146,8 @@ local function of_module(module)
   return list
 end
 
--- Returns the entry of a parameter. `at` is set if this rank has a shard of the parameter (ps.nn.sharded). The entry's
--- index is the shard's index.
+-- Returns the entry of a parameter. If this rank has a shard of the parameter, `at` describes the shard
+-- (ps.nn.sharded), and the entry's index is the index of the shard.
 local function entry_of(it, at)
   local cut, value, own_grad = require "ps.nn.sharded", it.value, it.grad
   if at then
@@ -157,8 +160,8 @@ local function entry_of(it, at)
     value = value ~= nil and stats_of(value) or { 0, 0, 0, 0, 0 }, grad = grad }
 end
 
--- Returns one row for each parameter, from the entries of all ranks. Parts of a parameter are combined. If there are
--- several copies of a part, only the first is used.
+-- Takes the entries of all ranks and returns a table with one entry for each parameter, by name. The parts of a
+-- parameter are combined. If several ranks have a copy of a part, only the first copy is used.
 local function put_together(all)
   local found, parts = {}, {}
   for _, entries in ipairs(all) do
@@ -176,13 +179,19 @@ local function put_together(all)
   return found
 end
 
---- Returns statistics of a model's parameters. For an engine's model, the values are fp32 values (the masters of half
---- parameters), even while gradients are stored in the parameters' memory. The gradients are those of the current step,
---- without the loss scale. A gradient that backward has already used for an update has been freed and is missing. All
---- ranks must call this, and all get all parameters, including parameters of other stages.
+--- Returns statistics of a model's parameters and of their gradients.
+---
+--- If the model has an engine, the values are fp32: for a parameter of a half type, the values of its master are used.
+--- This is possible even while gradients are stored in the memory of parameters. The gradients are the gradients of the
+--- current step, without the loss scale. If backward has already used a gradient for an update, the gradient was freed,
+--- and the row has no grad_mean and grad_std.
+---
+--- All ranks must call this function. On each rank, the result contains all parameters of the model, including the
+--- parameters of other stages.
 ---@param model ps.nn.Module|ps.Engine
----@param pattern? string pattern for names, as in Python's fnmatch: *, ?, [abc], [!abc] (default: all)
----@param prefix? string put before each name in the result
+---@param pattern? string selects parameters whose names match the pattern; as in Python's fnmatch, the pattern may
+--- contain *, ?, [abc] and [!abc] (default: all parameters)
+---@param prefix? string a text that precedes each name in the result
 ---@return ps.inspect.Row[]
 function inspect.inspect_model(model, pattern, prefix)
   local engine = handle.of(model)
@@ -211,11 +220,12 @@ function inspect.inspect_model(model, pattern, prefix)
   return rows
 end
 
---- Returns a model's modules with their parameters. The list prints as a table. A parameter that several modules share
---- counts in each of them, but only once in the model. model:summary() does the same.
+--- Returns a list of a model's modules with their numbers of parameters. The list prints as a table. If several modules
+--- share a parameter, it is counted in each of these modules, but only once in the whole model. model:summary() returns
+--- the same list.
 ---@param model ps.nn.Module|ps.Engine
 ---@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the modules,
----  beginning with the model; nbytes: bytes of the parameters themselves
+---  beginning with the model; nbytes: size of the parameters in bytes, without gradients and optimizer states
 function inspect.summary(model)
   local module = handle.module(model)
   if not require("ps.nn.module").is_module(module) then
@@ -227,21 +237,22 @@ end
 -- -- records ----------------------------------------------------------------------------------------------------------
 ---@class ps.inspect.Inspector
 ---@field records {name: string, group?: string, index: integer, tensor: ps.Tensor, leaf?: ps.Tensor, holder?:
----  ps.Tensor}[] records in the order of the calls; `holder` is the tensor of another record that receives the gradient
+---  ps.Tensor}[] records in the order of the calls; `holder` is the tensor of another record, which receives the
+---  gradient for both records
 local Inspector = {}
 Inspector.__index = Inspector
 
-local open = {}                                    -- inspectors whose scope has not ended, innermost last
+local open = {}                                    -- the inspectors that are recording, innermost last
 
--- The tensors that record_tensor made in the first run of a recompute segment. The second run computes these tensors
--- again.
+-- By recompute segment: the records that record_tensor made in the segment's first run. The second run computes the
+-- same tensors again.
 local made_in = setmetatable({}, { __mode = "k" })
 
--- Maps a recorded tensor to the tensor that receives its gradient. The latter belongs to a record. An op's output has
--- at most one such tensor.
+-- Maps a recorded tensor x to the tensor of a record, which receives the gradient of x. For each x, there is at most
+-- one such tensor.
 local keeps = setmetatable({}, { __mode = "k" })
 
--- Makes a record receive the gradient of x. Returns 0 or an error code.
+-- Makes backward store the gradient of x in a record. Returns 0 or an error code.
 local function keep(x, record)
   local other = keeps[x]
   if other ~= nil then
@@ -253,13 +264,14 @@ local function keep(x, record)
   return rc
 end
 
--- Attaches the tensor of a second run to the record of the first run.
+-- In the second run of a recompute segment, finds the records that the first run made for x, and makes backward store
+-- the gradient of x in these records.
 local function again(x)
   local run = scope.segment
   while run and not run.again do run = run.outer end
   if not run then return nil end
   local list = made_in[run.segment]
-  if not list then return {} end                   -- no inspector was open when the function first ran
+  if not list then return {} end                   -- no inspector was recording during the first run
   run.at = (run.at or 0) + 1
   local records = list[run.at] or {}
   for _, record in ipairs(records) do
@@ -281,12 +293,13 @@ local function note(inspector, x, name, group)
   return record
 end
 
---- Records a tensor inside a model under a name. The record belongs to the inspectors whose scope is open. It does
---- nothing if no scope is open. Keeps a copy of the tensor's values, and of its gradient when backward computes it. In
---- a recomputed block, the gradient of the second run belongs to the record of the first.
+--- Records a tensor inside a model under a name. All inspectors whose scope is open get the record. If no scope is
+--- open, this function does nothing. A record contains a copy of the tensor's values, and later a copy of its gradient,
+--- when backward computes the gradient. In a recomputed block, the first run makes the record, and the second run adds
+--- the gradient to it.
 ---@param x ps.Tensor
 ---@param name string
----@param group? string distinguishes records of the same name
+---@param group? string a text that distinguishes records of the same name
 ---@return ps.Tensor x
 function inspect.record_tensor(x, name, group)
   if not open[1] then return x end
@@ -326,7 +339,7 @@ function inspect.inspect_tensor(fn)
   return self
 end
 
---- Ends the scope. No further tensors are recorded, but gradients of recorded tensors still are.
+--- Ends the scope. Tensors are not recorded any more, but the gradients of tensors that were already recorded are.
 function Inspector:close()
   for i = #open, 1, -1 do if open[i] == self then table.remove(open, i) end end
 end
@@ -359,10 +372,13 @@ local function record_entry(record)
   return e
 end
 
---- Returns statistics of the records, as a row for each record in the order of the calls. Records of several ranks with
---- the same name, group and index are combined as if they were one tensor. All ranks must call this. Gradients are as
---- backward computed them, including the loss scale and the weight of the micro-batch. A parameter of the engine is an
---- exception: it counts once for all ranks, and its gradient is that of inspect_model for the current step.
+--- Returns statistics of the records. The result contains a row for each record, in the order of the calls of
+--- record_tensor. Records of several ranks with the same name, group and index are combined as if they were one tensor.
+--- All ranks must call this function. Gradients are as backward computed them, including the loss scale and the weight
+--- of the micro-batch.
+---
+--- A parameter of an engine is an exception: it is counted once and not once per rank, and its gradient is the gradient
+--- of the current step as in inspect_model.
 ---@return ps.inspect.Row[]
 function Inspector:get_summary()
   local rows, found, parts = {}, {}, {}
@@ -375,7 +391,7 @@ function Inspector:get_summary()
     for _, e in ipairs(entries) do
       local key = ("%d\t%s\t%s"):format(e.index, e.name, e.group or "")
       local other, part = found[key], e.part and ("%s\t%d"):format(key, e.part)
-      if part and parts[part] then  -- it is a copy, and only the part's owner may have the gradient
+      if part and parts[part] then  -- e is a copy of a part that was already counted, but may have its gradient
         other.grad = other.grad or e.grad
       elseif other then
         other.value = join(other.value, e.value)
@@ -390,11 +406,11 @@ function Inspector:get_summary()
   return rows
 end
 
---- Returns a recorded tensor of this rank, and its gradient. For a parameter of the engine, the gradient is that of the
---- current step without the loss scale, as the mean over micro-batches and ranks. It is nil if another rank owns it.
+--- Returns a recorded tensor of this rank, and its gradient. For a parameter of an engine, the gradient is the mean of
+--- the current step's gradients over micro-batches and ranks, without the loss scale, or nil if another rank owns it.
 ---@param name string
----@param group? string nil for any group
----@param index? integer index from 0 among the records with the name and group (default: the last record)
+---@param group? string the group of the record (default: any group)
+---@param index? integer index among the records of the name and group, counted from 0 (default: the last record)
 ---@return ps.Tensor? tensor nil if there is no such record
 ---@return ps.Tensor? grad nil if backward did not compute it
 function Inspector:get_tensor(name, group, index)
@@ -420,7 +436,7 @@ local function number(x)
   return ("%.4g"):format(x)
 end
 
---- Returns rows as the text of a table.
+--- Returns a table of the rows as text.
 ---@param rows ps.inspect.Row[] the result of inspect_model or get_summary
 ---@return string
 function inspect.format_summary(rows)

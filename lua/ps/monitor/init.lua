@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Monitors of an engine, modelled on DeepSpeed's. `tensorboard` writes event files, and `csv_monitor` writes a CSV file
--- for each tag. Both write to the folder output_path/job_name, and their events have DeepSpeed's names. The x of an
--- event is the number of samples on which all ranks have trained: steps times train_batch_size. Only rank 0 writes.
+-- Monitors of an engine, modelled on DeepSpeed's. The monitor `tensorboard` writes event files, and the monitor
+-- `csv_monitor` writes a CSV file for each tag. Both monitors write to the folder output_path/job_name, and their tags
+-- have the same names as in DeepSpeed. The x value of an event is the number of samples on which all ranks have
+-- trained: steps * train_batch_size. Only rank 0 writes files.
 --
--- A resumed run appends to the files of the run. It adds rows to the CSV files. For TensorBoard it begins a new event
--- file, which tells TensorBoard at which step the resumed run begins.
+-- A resumed run adds rows to the CSV files of the run. For TensorBoard, it begins a new event file, which contains the
+-- step at which the resumed run begins.
 local appended = require "ps.io.appended"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
@@ -18,7 +19,7 @@ local monitor = {}
 ---@class ps.Monitor
 ---@field private batch integer number of samples per step
 ---@field private sinks table[] the sinks, each with a method write(seconds, x, list)
----@field private said table<string, boolean> the warnings that have been printed
+---@field private said table<string, boolean> the warnings that were already printed
 ---@field private warn fun(text: string)
 local Monitor = {}
 Monitor.__index = Monitor
@@ -28,7 +29,7 @@ local function now()
   return t.tv_sec + t.tv_nsec / 1e9
 end
 
--- Returns the folder of a section, and creates it if it is missing.
+-- Returns the folder of a section of the configuration. Creates the folder if it does not exist.
 local function folder_of(section)
   local path = (section.output_path ~= "" and section.output_path:gsub("/*$", "/") or "") .. section.job_name
   folder.make(path)
@@ -66,7 +67,7 @@ local function open_csv(section)
   return setmetatable({ folder = folder_of(section), files = {}, waiting = {} }, Csv)
 end
 
--- Appends text to the file of a tag. If the file cannot be opened now, the text is kept until it can.
+-- Appends text to the file of a tag. If the file cannot be opened, the text is kept, and later calls try again.
 function Csv:add(tag, text)
   local path = ("%s/%s.csv"):format(self.folder, (tag:gsub("[/ ]", "_")))          -- DeepSpeed's name for the file
   if not self.files[tag] then
@@ -103,11 +104,11 @@ end
 -- -- both -------------------------------------------------------------------------------------------------------------
 local OPEN = { tensorboard = open_events, csv_monitor = open_csv }
 
---- Returns the monitors that a configuration enables, or nil if there is none. Raises an error if a file cannot be
+--- Opens the monitors that a configuration enables. Returns nil if it enables none. Raises an error if a file cannot be
 --- created, or if the number of samples per step is unknown.
 ---@param cfg ps.Config
 ---@param writes boolean whether this process writes the files
----@param warn fun(text: string) reports later failures
+---@param warn fun(text: string) called with a warning if writing fails later
 ---@return ps.Monitor?
 function monitor.new(cfg, writes, warn)
   local self = setmetatable({ batch = cfg.train_batch_size, sinks = {}, said = {}, warn = warn }, Monitor)
@@ -128,7 +129,7 @@ end
 
 --- Writes the events of a step.
 ---@param steps integer number of completed steps
----@param list {[1]: string, [2]: number}[] the tags and their values
+---@param list {[1]: string, [2]: number}[] pairs of a tag and its value
 function Monitor:write(steps, list)
   local seconds = now()
   for _, sink in ipairs(self.sinks) do

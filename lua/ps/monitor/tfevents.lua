@@ -1,11 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Event files of TensorBoard. They consist of records in the framing of TFRecord. Each record is a protocol buffer of
--- the type Event (tensorflow/core/util/event.proto, summary.proto, framing of tensorflow/core/lib/io/record_writer). A
--- record is little-endian and has these fields:
---   uint64 length, uint32 masked CRC of these 8 bytes, the bytes, uint32 masked CRC of the bytes
--- The CRC is CRC-32C (Castagnoli). The masked CRC is the CRC rotated right by 15 bits, plus 0xa282ead8. This file
--- writes the following fields of the protocol buffers, which are listed with their numbers: Event.wall_time 1, step 2,
--- file_version 3, summary 5, session_log 7; Summary.value 1; Value.tag 1, simple_value 2; SessionLog.status 1.
+-- Writes event files of TensorBoard. An event file is a sequence of records in the format TFRecord
+-- (tensorflow/core/lib/io/record_writer). A record contains the following, where all numbers are little-endian:
+--
+--   uint64   length of the data in bytes
+--   uint32   masked CRC of the length
+--   bytes    the data: a protocol buffer of the type Event (tensorflow/core/util/event.proto, summary.proto)
+--   uint32   masked CRC of the data
+--
+-- The CRC is CRC-32C (Castagnoli). The masked CRC is the CRC rotated right by 15 bits, plus 0xa282ead8. The protocol
+-- buffers that this file writes have the following fields. The number of each field follows its name.
+--
+--   Event        wall_time 1, step 2, file_version 3, summary 5, session_log 7
+--   Summary      value 1
+--   Value        tag 1, simple_value 2
+--   SessionLog   status 1
 local ffi = require "ffi"
 local band, bxor, bor, rshift, lshift, ror, tobit =
   bit.band, bit.bxor, bit.bor, bit.rshift, bit.lshift, bit.ror, bit.tobit
@@ -21,7 +29,7 @@ end
 
 --- Returns the CRC-32C of a text.
 ---@param text string
----@return integer crc Signed, like the results of `bit`.
+---@return integer crc Signed 32 bits, like the results of LuaJIT's `bit`.
 function tfevents.crc32c(text)
   local crc = -1
   for i = 1, #text do crc = bxor(rshift(crc, 8), table_of_crc[band(bxor(crc, text:byte(i)), 255)]) end
@@ -34,7 +42,7 @@ end
 
 local function masked(text) return uint32(tobit(ror(tfevents.crc32c(text), 15) + 0xa282ead8)) end
 
---- Frames data as a TFRecord.
+--- Returns a TFRecord that contains the data.
 ---@param data string
 ---@return string
 function tfevents.record(data)
@@ -42,7 +50,7 @@ function tfevents.record(data)
   return length .. masked(length) .. data .. masked(data)
 end
 
--- Encodes a whole number from 0 to 2^53 in groups of 7 bits, lowest first.
+-- Encodes a whole number from 0 to 2^53 as a varint: groups of 7 bits, beginning with the lowest bits.
 local function varint(value)
   local bytes = {}
   while value >= 128 do
@@ -64,13 +72,13 @@ local function event(seconds, step, rest)
   return tfevents.record(field(1, FIXED64, double(seconds)) .. (step and field(2, VARINT, varint(step)) or "") .. rest)
 end
 
---- Returns the first record of a file.
+--- Returns the record that must be the first record of a file.
 ---@param seconds number seconds since 1970
 ---@return string
 function tfevents.version(seconds) return event(seconds, nil, field(3, BYTES, "brain.Event:2")) end
 
---- Returns the record of a run that begins or continues at `step`. TensorBoard drops those events of earlier files that
---- have this step or a later one.
+--- Returns a record that says that a run begins or resumes at `step`. If earlier files contain events of this step or
+--- of later steps, TensorBoard drops these events.
 ---@param seconds number seconds since 1970
 ---@param step integer
 ---@return string
@@ -79,7 +87,7 @@ function tfevents.start(seconds, step) return event(seconds, step, field(7, BYTE
 --- Returns a record with the scalars of one step.
 ---@param seconds number seconds since 1970
 ---@param step integer
----@param list {[1]: string, [2]: number}[] the tags and their values
+---@param list {[1]: string, [2]: number}[] pairs of a tag and its value
 ---@return string
 function tfevents.scalars(seconds, step, list)
   local values = {}

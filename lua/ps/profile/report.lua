@@ -295,8 +295,8 @@ end
 ---@param by "op"|"module"
 ---@param limits? ps.profiler.Limits peak rates of the machine
 ---@param against? table another profile, with which the times are compared
----@return ps.profiler.Row[] rows; the list also has these fields: wall, ops, waits and idle (in seconds per step), flops
----  (per step), steps, dropped and events (numbers of the whole profile)
+---@return ps.profiler.Row[] rows; the list also has these fields: wall, ops, waits and idle (in seconds per step),
+---  flops (per step), steps, dropped and events (numbers of the whole profile)
 function report.of(profile, by, limits, against)
   local sum = totals(profile)
   local n = sum.steps

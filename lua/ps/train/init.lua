@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A training loop with accumulation, clipping, evaluation, a log, checkpoints and handling of Ctrl-C.
+-- A training loop that supports accumulation, gradient clipping, evaluation, a log, checkpoints and Ctrl-C.
 --
 --   local result = train.run { model =, optimizer =, loader =, sched =, steps = 1000,
 --     eval = { every = 100, data = function() return ps.data.windows { ... } end },
 --     checkpoint = { folder = "out", every = 200 }, log = "out/log.csv" }
 --
--- If the model is an engine (ps.initialize), its accumulation, clipping, loss scale and schedule apply. `callbacks` are
--- called after steps, evaluations and checkpoints, and can end the run. After the first Ctrl-C (or SIGTERM, or SIGHUP),
--- the run finishes the step, saves and returns with interrupted = true. A second Ctrl-C or SIGTERM ends the process.
+-- If the model is an engine (ps.initialize), the engine's accumulation, clipping, loss scale and schedule are used.
+-- `callbacks` are called after steps, evaluations and checkpoints, and can end the run. After the first Ctrl-C (or
+-- SIGTERM, or SIGHUP), the run finishes the current step, saves a checkpoint and returns with interrupted = true. A
+-- second Ctrl-C or SIGTERM ends the process.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local dist = require "ps.dist"
@@ -37,20 +38,20 @@ local train = {}
 
 local EVALUATE = { loss = "callable", stop = "callable" }
 
--- Returns the loss in a model's output. Raises an error if there is none.
+-- Returns the loss in a model's output. Raises an error if the output contains no loss.
 local function checked_loss(output)
   local loss = batch.loss(output)
   if loss == nil then error("ps.train: the model must return a loss: a tensor, or a table with a tensor `loss`") end
   return loss
 end
 
--- Computes the loss of a batch, by the model or by the script's own function.
+-- Computes the loss of a batch. `own` is the script's loss function, or nil if the model computes the loss.
 local function loss_of(model, given, own)
   if own then return checked_loss(own(model, unpack(given, 1, given.n))) end
   return checked_loss(model(unpack(given, 1, given.n)))
 end
 
--- Returns whether the steps of a model call model:micro_batches. The loss is then the model's own.
+-- Returns whether the steps of a model call model:micro_batches. In this case, the model must compute the loss itself.
 local function loops(model, own)
   local engine = handle.of(model)
   if engine and engine.driver.in_loops and own then
@@ -60,9 +61,9 @@ local function loops(model, own)
   return engine and engine.adds_up and not own
 end
 
--- `for loss, given, targets, score in losses_of(...)` iterates over the losses of a held-out batch. If the model works
--- on micro-batches, it iterates over the micro-batches of the batch. In a pipeline, `targets` and `score` are values
--- that the last stage sent to all ranks.
+-- `for loss, given, targets, score in losses_of(...)` iterates over the losses of a held-out batch: one loss per
+-- micro-batch if the model works on micro-batches, and otherwise a single loss. In a pipeline, the last stage sends
+-- `targets` and `score` to all ranks. Otherwise they are nil.
 local function losses_of(model, given, own)
   if loops(model, own) then
     local loop = model:micro_batches(unpack(given, 1, given.n))
@@ -81,10 +82,12 @@ local function losses_of(model, given, own)
   end
 end
 
--- Returns the weight of a held-out batch. If the model has a method count_targets, this method returns the weight.
--- Otherwise the ops of the model's loss count it. If they do not, the weight is the number of labels that are not -100.
--- If there are no targets to count, the weight is the number of rows. In a pipeline, the ops run on the last stage,
--- which sends `told` to all ranks.
+-- Returns the weight of a held-out batch, which is a number of targets. It is the first of these numbers that is known:
+-- 1. the result of the model's method count_targets
+-- 2. the number of targets that the ops of the loss have counted
+-- 3. the number of labels that are not -100
+-- 4. the number of rows
+-- In a pipeline, only the last stage computes the loss. It sends its numbers to all ranks as `told`.
 local function held_out_weight(model, loss, given, told)
   local found, first = told, given[1]
   if not told then
@@ -95,14 +98,15 @@ local function held_out_weight(model, loss, given, told)
   return scope.is_tensor(first) and first:dim() > 0 and first:size(0) or 1
 end
 
--- Sums numbers over the ranks of a group.
+-- Returns the sum of each argument over the ranks of a group.
 local function sums(group, ...)
   if not group then return ... end
   return unpack(group:all_reduce(create.tensor({ ... }, { dtype = "fp64" })):tolist())
 end
 
--- Returns whether all ranks have a batch, and whether to stop. Each rank has some of the model's parts, so either all
--- ranks compute or no rank does.
+-- Returns whether all ranks have a batch, and whether any rank wants to stop. `has` and `stop` say so for this rank.
+-- All ranks must decide the same, because each rank holds only some parts of the model. `number` is the number of the
+-- batch, for errors.
 local function agreed(group, has, stop, number)
   if not group then return has, stop end
   local all, stops = sums(group, has and 1 or 0, stop and 1 or 0)
@@ -115,15 +119,15 @@ local function agreed(group, has, stop, number)
   return has, false
 end
 
--- Returns the number of targets that the model predicted correctly, and the number of targets. In a pipeline, the last
--- stage has sent these numbers. Otherwise the ops of the loss have counted them.
+-- Returns the number of targets that the model predicted correctly, and the number of targets. In a pipeline, `told`
+-- contains these numbers, which the last stage has sent. Otherwise the ops of the loss have counted them.
 local function score_of(loss, told)
   if told ~= nil then return told and told.hits or 0, told and told.targets or 0 end
   local hits, targets = loss_weight.score(loss)
   return hits or 0, targets or 0
 end
 
--- Returns the fraction of correctly predicted targets, or nil if no target was counted.
+-- Returns the fraction of targets that were predicted correctly, or nil if no target was counted.
 local function accuracy(hits, targets) return targets > 0 and hits / targets or nil end
 
 -- Performs train.evaluate with the current values of the parameters.
@@ -155,16 +159,17 @@ local function held_out(model, batches, options)
   return sum / weights, accuracy(hits, targets)
 end
 
---- Returns the mean loss over an iterator of batches, without gradients and with the model in evaluation mode. Each
---- batch is weighted by the weights of its targets, or by its rows if neither a loss op nor labels define targets. With
---- an engine of several ranks, all ranks call this function with the same number of batches, and get the mean over all
---- ranks.
+--- Computes the mean loss over an iterator of batches, without gradients and with the model in evaluation mode. The
+--- weight of a batch is the total weight of its targets, or its number of rows if neither a loss op nor labels define
+--- targets. If an engine has several ranks, all ranks must call this function with the same number of batches, and the
+--- result is the mean over all ranks.
 ---@param model ps.nn.Module|ps.Engine
----@param batches fun(): ... returns x, y or one table of named tensors, and nil at the end
----@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
+---@param batches fun(): ... returns the next batch, as x, y or as one table of named tensors; returns nil at the end
+---@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean} loss: computes the loss (default: the
+--- model computes it). stop: called before each batch except the first; if it returns true, the evaluation ends
 ---@return number? loss nil if `stop` returned true on any rank, or if all targets are ignored
----@return number? accuracy the fraction of targets whose logit is the first largest of its row, or nil if the loss is
---- not computed by F.cross_entropy, F.lm_loss or F.nll_loss
+---@return number? accuracy the fraction of targets with the largest logit of their row (if several logits are equal and
+--- largest, the first of them counts). nil if the loss is not computed by F.cross_entropy, F.lm_loss or F.nll_loss
 function train.evaluate(model, batches, options)
   options = caller.options(options, "ps.train.evaluate", EVALUATE)
   caller.typed(model, "table", "ps.train.evaluate: the model")
@@ -181,42 +186,47 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@field optimizer ps.Optimizer|ps.EngineOptimizer
 ---@field loader ps.Loader|ps.train.Source
 ---@field steps integer number of optimizer steps in the whole run
----@field start? integer number of completed steps (default: the step of the checkpoint that checkpoints.load has just
---- read into the optimizer, with a note, or else 0)
+---@field start? integer number of completed steps (default: if checkpoints.load has just read a checkpoint into the
+--- optimizer, the step of the checkpoint, and otherwise 0)
 ---@field sched? ps.Schedule
 ---@field scaler? ps.LossScaler
 ---@field accumulate? integer number of batches per step, 1 (default) to 4096
 ---@field max_norm? number the norm to which gradients are clipped
----@field loss? fun(model, ...): ps.Tensor computes the loss from the loader's batch (default: model(...))
----@field eval? {every: integer, data: fun(): fun()} `data` returns a new iterator over batches
+---@field loss? fun(model, ...): ps.Tensor computes the loss of a batch from the loader (default: model(...))
+---@field eval? {every: integer, data: fun(): fun()} every: number of steps between two evaluations. data: returns a new
+--- iterator over held-out batches
 ---@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table, async?: boolean}
----@field log? string the path of a CSV file. A JSONL file with the same name and the extension .jsonl is written next
---- to it. A run without `log` writes log.jsonl in the folder of checkpoints. If a line cannot be written, writing is
---- retried. If lines are lost, the run ends with an error
+---@field log? string path of a CSV file. A JSONL file of the same name, but with the extension .jsonl, is written to
+--- the same folder. A run without `log` writes log.jsonl to the folder of checkpoints. If a line cannot be written, the
+--- run tries again at later steps. If lines are still missing at the end of the run, the run ends with an error
 ---@field callbacks? ps.TrainCallbacks
 ---@field quiet? boolean
 
----@class ps.train.Source a loader of the script
----@field next fun(self: ps.train.Source): ... returns the next batch: x, y, or one table of named tensors; never
+---@class ps.train.Source a loader that the script defines
+---@field next fun(self: ps.train.Source): ... returns the next batch, as x, y or as one table of named tensors; never
 --- returns nil
----@field global_batch? integer number of rows per batch on all ranks, for tokens/s; if it is nil, the rows are counted
----@field seq? integer number of tokens per row; if it is nil, the tokens are counted
----@field state_dict? fun(self: ps.train.Source): table returns its position, which must be convertible to JSON;
---- required with `checkpoint`
+---@field global_batch? integer number of rows of a batch on all ranks, for tokens/s. If global_batch or seq is nil, the
+--- tokens of each batch are counted
+---@field seq? integer number of tokens per row
+---@field state_dict? fun(self: ps.train.Source): table returns the loader's position as a table that can be converted
+--- to JSON; required with `checkpoint`
 ---@field load_state_dict? fun(self: ps.train.Source, state: table)
 
----@class ps.TrainCallbacks called on all ranks; if one returns "stop", the run ends on all ranks after the step
----@field step? fun(line: ps.TrainLine): string? called after each step's update and log
----@field evaluate? fun(line: ps.TrainLine): string? called before `step` if the step had an evaluation
----@field save? fun(at: {step: integer, saved: string}): string? called after each checkpoint
+---@class ps.TrainCallbacks called on all ranks. If a callback returns "stop" on any rank, the run ends on all ranks
+--- after the current step
+---@field step? fun(line: ps.TrainLine): string? called after the update of each step, when its log line is written
+---@field evaluate? fun(line: ps.TrainLine): string? called after each evaluation, before the callback `step`
+---@field save? fun(at: {step: integer, saved: string}): string? called after each checkpoint is saved
 
 local Run = {}
 Run.__index = Run
 
 local function interrupted() return C.ps_interrupts() > 0 end
 
--- Returns whether the run ends after this step. A signal or a callback on any rank can end the run. Ranks agree on this
--- at the same points, so that all ranks save, evaluate or continue together. `now` marks such a point.
+-- Returns whether the run ends after this step. A signal or a callback on any rank can end the run. All ranks must
+-- return the same, so that they save, evaluate or continue together. Therefore the ranks exchange their answers if
+-- `now` is true, and return the answer of the last exchange if it is not. All ranks must pass now = true at the same
+-- points.
 function Run:stopping(now)
   local stop = self.asked or interrupted()
   if not self.world then return stop end
@@ -241,14 +251,14 @@ function Run:fail(step, loss)
     self.grad_norm and ("%.3g"):format(self.grad_norm) or "not measured", self.saved or "none"), 0)
 end
 
--- Returns the schedule of a run. It is the run's own schedule or that of the engine.
+-- Returns the schedule of a run: the option `sched`, or the schedule of the engine, or nil.
 local function schedule_of(options)
   local engine = handle.of(options.model)
   return options.sched or engine and engine.scheduler
 end
 
--- Switches the parameters to their values for training or to those for evaluation. The two differ only with a
--- schedule-free optimizer.
+-- Switches the parameters to the values for training (if `train_mode` is true) or to the values for evaluation. The two
+-- kinds of values differ only for a schedule-free optimizer.
 function Run:set_mode(train_mode)
   local optimizer = self.options.optimizer
   if not average.of(optimizer) then return end
@@ -260,7 +270,7 @@ function Run:evaluate(step)
   self:set_mode(false)
   local val, hit = train.evaluate(options.model, options.eval.data(), { loss = options.loss, stop = interrupted })
   self:set_mode(true)
-  self:stopping(true)                                    -- all ranks agree here whether the run ends
+  self:stopping(true)                                    -- the ranks decide here whether the run ends
   if val then
     self.val_loss, self.val_accuracy = val, hit
     local sched = schedule_of(options)
@@ -279,7 +289,7 @@ function Run:record(line)
   if problem then self.display:warn(problem) end
 end
 
--- Calls the callback `name` of the run.
+-- Calls the callback `name` of the run, if there is one.
 function Run:tell_callbacks(name, line)
   local callback = self.options.callbacks and self.options.callbacks[name]
   if not callback then return end
@@ -292,8 +302,8 @@ function Run:tell_callbacks(name, line)
   end
 end
 
--- Prints once, after the first Ctrl-C, that the current step will be completed first. Only steps of many batches need
--- this message.
+-- After the first Ctrl-C, prints a message that the run ends when the current step is complete. Prints it only once,
+-- and only in steps of several batches, which may take long.
 function Run:tell(step, done, of)
   if self.told or not interrupted() then return end
   self.told = true
@@ -301,9 +311,10 @@ function Run:tell(step, done, of)
     .. "SIGTERM ends the run at once"):format(done, of, step))
 end
 
--- Returns the weight of a batch within its step. An engine computes the weight itself. Otherwise, the weight is the
--- batch's number of targets that are not ignored, divided by the number of targets in the step's first batch. So it is
--- 1 if no target is ignored. If a step has only one batch, its weight is 1, or 0 if all targets are ignored.
+-- Returns the weight of a batch within its step. An engine computes the weight itself. Otherwise, the weight is n /
+-- places, where n is the number of targets in the batch that are not ignored, and places is the number of all targets
+-- in the step's first batch. If batches have the same size and no target is ignored, the weight is 1. If a step has
+-- only one batch, the weight is 1, or 0 if all targets are ignored.
 function Run:weight(given, loss)
   local model = self.options.model
   local engine = handle.of(model)
@@ -317,8 +328,8 @@ function Run:weight(given, loss)
   return found.count / (self.places or 1)
 end
 
--- Returns an iterator over the micro-batches of a step, for a loop `for i, loss, given in`. Also returns their number.
--- The body of the loop must run backward for each loss before the next iteration.
+-- Returns the number of micro-batches in a step, and an iterator over the micro-batches. The iterator returns i, loss
+-- and given, where i counts from 1. The body of the loop must run backward for the loss before the next iteration.
 function Run:turns()
   local options, count = self.options, self.options.accumulate or 1
   if loops(options.model, options.loss) then
@@ -337,9 +348,10 @@ function Run:turns()
   end
 end
 
--- Returns the number of tokens in a batch. It is the size of the batch's first tensor of ids. If there is none, it is
--- the number of rows. In a table of tensors, the first tensor is input_ids, or else the tensor whose name is the first
--- in alphabetical order.
+-- Returns the number of tokens in a batch. The first tensor of the batch determines this number. In a table of tensors,
+-- the first tensor is input_ids. If there is no input_ids, it is the tensor whose name comes first in alphabetical
+-- order. If the first tensor is a matrix of ids, the number is rows * columns. Otherwise the number is the number of
+-- rows.
 local function tokens_of(given)
   local first = given[1]
   if type(first) == "table" and not scope.is_tensor(first) then
@@ -353,19 +365,21 @@ local function tokens_of(given)
   return first:size(0) * first:size(1)
 end
 
--- Returns the total number of tokens of a step on all ranks.
+-- Returns the number of tokens that all ranks together process in a step.
 local function tokens_of_step(self, accumulate)
   local loader = self.options.loader
-  if loader.global_batch and loader.seq and not loader.rows then          -- not for rows of texts, because their
-                                                                          -- lengths differ
+  if loader.global_batch and loader.seq and not loader.rows then          -- loader.rows: rows of texts differ in
+                                                                          -- length, so their tokens are counted
     return accumulate * loader.global_batch * loader.seq
   end
   return self.counted * mesh.size "dp"
 end
 
--- Runs forward and backward of one optimizer step. Returns three results. First, the weighted mean of all ranks'
--- losses, or nil if all targets are ignored. Second, the sum of the weights. Third, the accuracy, or nil if no op
--- counts correct predictions. If a loss is not finite, the run ends on all ranks before the last backward.
+-- Runs the forwards and backwards of one optimizer step. Returns three results:
+-- 1. the weighted mean of the losses on all ranks, or nil if all targets are ignored
+-- 2. the sum of the weights
+-- 3. the accuracy, or nil if no op counts correct predictions
+-- If the mean loss is not finite, raises an error on all ranks before the last backward of the step.
 function Run:gradients(step)
   local options = self.options
   local engine = handle.of(options.model)
@@ -378,7 +392,7 @@ function Run:gradients(step)
     if engine then hit, of = engine_step.score_of(engine, loss) else hit, of = loss_weight.score(loss) end
     hits, targets = hits + (hit or 0), targets + (of or 0)
     local weight = self:weight(given, loss)
-    local value = devices.computes and weight > 0 and loss:item() or 0      -- a dry run of a script has no loss values
+    local value = devices.computes and weight > 0 and loss:item() or 0      -- a script's dry run computes no values
     if weight > 0 then sum, weights = sum + value * weight, weights + weight end
     if i == accumulate then
       sum, weights, hits, targets = sums(mesh.group "dp", sum, weights, hits, targets)
@@ -394,8 +408,9 @@ function Run:gradients(step)
   return mean, weights, accuracy(hits, targets)
 end
 
--- Updates the parameters, and returns the result of the update. The engine's configuration or the options of this run
--- define the update. If all targets are ignored, the parameters do not change.
+-- Updates the parameters, and returns the result of optimizer:step(). With an engine, the engine's configuration
+-- defines clipping and loss scale. Otherwise the options of the run define them. `weights` is the sum of the batches'
+-- weights. If all targets are ignored (weights is 0), the parameters do not change.
 function Run:update(weights)
   local options = self.options
   if handle.of(options.model) then return options.optimizer:step() end
@@ -403,8 +418,8 @@ function Run:update(weights)
   return options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / weights }
 end
 
--- Runs one optimizer step. If they are due, runs the evaluation, writes the log, and saves a checkpoint. `step` is the
--- number of the step, counted from 1.
+-- Runs optimizer step number `step`, counted from 1, and writes its log line. Also runs an evaluation and saves a
+-- checkpoint if they are due after this step.
 function Run:step(step)
   local options, accumulate = self.options, self.options.accumulate or 1
   local began = C.ps_now()
@@ -460,19 +475,20 @@ local function loop(self)
   return step
 end
 
--- Options of train.run that are errors for an engine. The values are the configuration keys to use instead.
+-- Options of train.run that are not allowed if the model is an engine. The values are the keys of the engine's
+-- configuration that replace these options.
 local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradient_clipping", scaler = "fp16" }
 
 local RUN = { model = "table", optimizer = "table", loader = "table", steps = "whole", start = "whole",
   sched = "table", scaler = "table", accumulate = "whole", max_norm = "number", loss = "callable", eval = "table",
   checkpoint = "table", log = "string", quiet = "boolean", callbacks = "table" }
--- The names of the callbacks and their types.
+-- The allowed fields of the option `callbacks`.
 local CALLBACKS = { step = "callable", evaluate = "callable", save = "callable" }
 local EVAL = { every = "whole", data = "callable" }
 local CHECKPOINT = { folder = "string", every = "whole", keep = "whole", extra = "table", async = "boolean" }
 
--- Raises an error for a schedule that the run would never advance. Prints a note if the schedule and the run end at
--- different steps.
+-- Raises an error if the run would never advance its schedule, because the schedule depends on the held-out loss and
+-- the run has no evaluation. Prints a note if the schedule and the run end at different steps.
 local function check_schedule(options)
   local sched = schedule_of(options)
   if not sched then return end
@@ -483,7 +499,8 @@ local function check_schedule(options)
   if text and not options.quiet and dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
 end
 
--- Returns the options of a run. If the run continues a checkpoint, their `start` is the step of the checkpoint.
+-- Returns the options of a run. If the run resumes from a checkpoint and the script has not set `start`, `start`
+-- becomes the step of the checkpoint.
 local function with_start(given)
   local step = loaded.continued(given.optimizer)
   if given.start or not step or step == 0 then return given end
@@ -537,7 +554,8 @@ local function checked(options)
   return setmetatable({ accumulate = engine.accumulate }, { __index = options })
 end
 
--- Opens the log. The first rank writes it. All ranks begin with the history that is in the log.
+-- Opens the log on the first rank, which writes it. Stores the history of the run, which the log contains, on all
+-- ranks.
 local function open_log(self, start)
   local text = agree.first(self.world, function()
     local lines = {}
@@ -556,15 +574,19 @@ local function open_log(self, start)
   end
 end
 
---- Trains a model. An error leaves saved checkpoints untouched. With an engine of several ranks, all ranks call this
---- function. Losses are means over all ranks, a signal to one rank ends the run on all ranks after the same step, and
---- rank 0 writes the log. With AdamWScheduleFree, held-out losses are those of the averages, and the model holds the
---- averages at the end (optimizer:train() moves it back). `interrupted` is true if a signal or a callback ended the run
---- before its last step.
+--- Trains a model. If the run fails, the checkpoints that were already saved are not changed. `interrupted` is true if
+--- a signal or a callback ended the run before its last step.
+---
+--- If an engine has several ranks, all ranks must call this function. Losses are means over all ranks. A signal to one
+--- rank ends the run on all ranks after the same step. Rank 0 writes the log.
+---
+--- With AdamWScheduleFree, held-out losses are computed with the averages of the parameters. When the run ends, the
+--- model contains the averages (optimizer:train() moves it back to the values for training).
 ---@param options ps.TrainOptions
 ---@return {step: integer, loss?: number, accuracy?: number, val_loss?: number, val_accuracy?: number, seconds: number,
 --- tokens_per_s: number, history: table[], interrupted: boolean, saved?: string} accuracy: the fraction of the last
---- step's targets with the largest logit, and val_accuracy the same for the held-out data, if loss ops count them.
+--- step's targets that have the largest logit. val_accuracy: this fraction for the held-out data. Both are nil if no
+--- loss op counts correct predictions.
 function train.run(options)
   options = checked(options)
   mesh.check_joined "ps.train.run"

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The logs of ps.train.run: a CSV file if the run has the option `log`, and a JSONL file for every run that has a
--- folder. Both get one line per step. A resumed run keeps only the lines up to its start. The shortened file replaces
--- the old file after it is complete, so that a crash loses no lines.
+-- The logs of ps.train.run: a CSV file if the run has the option `log`, and a JSONL file if the run has the option
+-- `log` or a folder of checkpoints. Each step adds one line to both files. When a run resumes after step n, only the
+-- lines of steps up to n are kept. They are written to a new file, which replaces the old file when it is complete, so
+-- that a crash loses no lines.
 local native = require "ps.core.ffi"
 local appended = require "ps.io.appended"
 local folder = require "ps.checkpoints.folder"
@@ -17,26 +18,26 @@ local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss,accuracy,val_accura
 ---@class ps.TrainLog
 ---@field private csv ps.Appended?
 ---@field private jsonl ps.Appended?
----@field private map_due integer? time at which the next chunk map is due, in seconds since 1970
+---@field private map_due integer? time in seconds since 1970 from which the next line contains a chunk map
 local Log = {}
 Log.__index = Log
 
 ---@class ps.TrainLine the numbers of a step in a log
 ---@field step integer
 ---@field loss? number mean loss over the targets of all ranks
----@field accuracy? number fraction of all ranks' targets that have the largest logit; absent if no op of the loss
---- counts them
+---@field accuracy? number fraction of the targets of all ranks that have the largest logit; nil if no op of the loss
+--- counts correct predictions
 ---@field lr number learning rate of the step
 ---@field grad_norm? number
 ---@field loss_scale? number
----@field tokens integer number of tokens on all ranks since the start of this process
+---@field tokens integer number of tokens that all ranks have processed since this process began
 ---@field tokens_per_s number
----@field val_loss? number the held-out loss, if the step had an evaluation
----@field val_accuracy? number the accuracy of the evaluation
+---@field val_loss? number the held-out loss; nil if there was no evaluation after this step
+---@field val_accuracy? number the accuracy on the held-out data
 ---@field skipped boolean whether the step was skipped because gradients overflowed
 
--- Returns the lines of a file up to `step`. `step_of` returns the step of a line. `renew` converts a line of an older
--- version to the current form.
+-- Returns the lines of a file that belong to steps up to `step`. step_of(line) returns the step of a line. renew(line)
+-- converts a line that an older version has written to the current form.
 local function lines_until(path, step, step_of, renew)
   local kept = {}
   if step == 0 then return kept end
@@ -51,27 +52,27 @@ local function lines_until(path, step, step_of, renew)
   return kept
 end
 
--- Opens one of the logs and keeps its lines up to `step`. Returns these lines.
+-- Opens one of the logs. Keeps the lines of steps up to `step`, and returns these lines.
 local function open(path, what, step, header, step_of, renew)
   local kind, kept, first = lfs.attributes(path, "mode"), {}, nil
   if kind == nil or kind == "file" then
     kept = lines_until(path, step, step_of, renew)
     local text = header .. table.concat(kept)
     native.check(native.C.ps_file_write_atomic(path, text, #text))
-  else                                                     -- devices and pipes have no earlier lines
+  else                                                     -- a device or a pipe contains no earlier lines
     first = header
   end
   return appended.open(path, what, first), kept
 end
 
 local CSV_LINE = "^(%d+),([^,]*),[^,]*,[^,]*,[^,]*,([^,]*),([^,]*),([^,]*)\n$"
-local OLD_LINE = "^%d+,[^,]*,[^,]*,[^,]*,[^,]*,[^,]*\n$"      -- a line of an older version, which did not log
-                                                              -- accuracies
+local OLD_LINE = "^%d+,[^,]*,[^,]*,[^,]*,[^,]*,[^,]*\n$"      -- older versions wrote lines without accuracies
 
 local function widened(line) return line:match(OLD_LINE) and (line:gsub("\n$", ",,\n")) or line end
 
--- Returns the path of the JSONL file. The file is next to the CSV file and has the same name. Without a CSV file, it is
--- in the folder of the checkpoints. Returns nil if the run has no folder.
+-- Returns the path of the JSONL file. It is in the same folder as the CSV file and has the same name, with the
+-- extension .jsonl. If the run has no CSV file, the JSONL file is in the run's folder. Returns nil if the run has no
+-- folder.
 local function jsonl_path(csv, out)
   if csv then
     local kind = lfs.attributes(csv, "mode")
@@ -80,14 +81,13 @@ local function jsonl_path(csv, out)
   return out and out .. "/log.jsonl"
 end
 
---- Opens the logs of a run that continues after `step`, which is 0 for a new run. Raises an error if a log cannot be
---- written.
+--- Opens the logs of a run. Raises an error if a log cannot be written.
 ---@param csv? string path of the CSV file
----@param out? string the run's folder, which is created if it is missing
----@param step integer
----@return ps.TrainLog? log nil if the run has neither
+---@param out? string folder of the run, which is created if it does not exist
+---@param step integer number of steps that the run has already completed; 0 for a new run
+---@return ps.TrainLog? log nil if the run has neither a CSV file nor a folder
 ---@return {step: integer, loss: number?, val_loss: number?, accuracy: number?, val_accuracy: number?}[] history the
---- values of the CSV file's lines
+--- values in the lines of the CSV file
 function train_log.open(csv, out, step)
   local self, history = setmetatable({}, Log), {}
   local jsonl = jsonl_path(csv, out)
@@ -115,13 +115,14 @@ end
 
 local function cell(value, format) return value and format:format(value) or "" end
 
--- Converts a number to JSON. Infinity and NaN, which JSON lacks, become null.
+-- Converts a number to JSON. Infinities and NaN become null, because JSON cannot represent them.
 local function number(value)
   if not value or value ~= value or math.abs(value) == math.huge then return "null" end
   return ("%.9g"):format(value)
 end
 
--- Returns `"tiers":{"host":{"budget":...,"chunks":...,...}}` for the open engine's chunks, or "" if there are none.
+-- Returns the field "tiers" of a log line as JSON text: `,"tiers":{"host":{"budget":...,"chunks":...,...}}`. Returns ""
+-- if no engine with chunks is open.
 local function tiers_text()
   local list = {}
   for i, tier in ipairs(chunks.tiers() or {}) do
@@ -134,13 +135,14 @@ local function tiers_text()
   return list[1] and (',"tiers":{%s}'):format(table.concat(list, ",")) or ""
 end
 
--- Seconds between two chunk maps in a log. A map of thousands of chunks takes a long time, so not every line has one.
+-- Seconds between two lines that contain a chunk map. Making a map of thousands of chunks takes long, so not every line
+-- contains a map.
 local MAP_S = 5
 local LETTERS = { device = "d", host = "h", disk = "k" }
 
--- Returns a text such as `"map":{"param":"2d14h"}`, or "" if there are no chunks. For each kind of chunk, the text has
--- runs of consecutive chunks, with the number of chunks and a letter. The letter is the fastest tier of these chunks:
--- device (d), host (h), disk (k), or no tier (n).
+-- Returns the field "map" of a log line as JSON text, such as `,"map":{"param":"2d14h"}`. Returns "" if there are no
+-- chunks. For each kind of chunk, the map lists runs of consecutive chunks that have the same fastest tier. A run is
+-- written as the number of its chunks and a letter for the tier: d (device), h (host), k (disk), or n (no tier).
 local function map_text()
   local kinds, runs = {}, {}
   for _, chunk in ipairs(chunks.chunks()) do
@@ -184,8 +186,7 @@ end
 
 --- Appends the line of a step.
 ---@param line ps.TrainLine
----@return string? problem The reason, if writing fails for the first time. nil if writing works, and for later
----  failures.
+---@return string? problem The error if this write failed and the previous write did not. Otherwise nil.
 function Log:write(line)
   local problem, other
   if self.csv then
@@ -198,7 +199,7 @@ function Log:write(line)
 end
 
 --- Closes the files.
----@return string? problem The number of lines that were lost, and the reason.
+---@return string? problem A text that says how many lines were lost, and why. nil if no lines were lost.
 function Log:close()
   local lost = {}
   for _, name in ipairs { "csv", "jsonl" } do

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plots curves as characters for a terminal. If gnuplot is installed, it also plots them as a PNG file.
+-- Plots curves as text for a terminal, and as PNG files if gnuplot is installed.
 local caller = require "ps.core.caller"
 
 local plot = {}
 
 ---@class ps.Curve
 ---@field label string
----@field points number[][] {x, y} pairs, x ascending
+---@field points number[][] pairs {x, y} in ascending order of x
 
 local MARKS = { "*", "o", "+", "x" }
 
@@ -24,7 +24,8 @@ end
 local TEXT = { width = "whole", height = "whole" }
 local PNG = { title = "string", x = "string", y = "string" }
 
---- Draws curves as text. Each column shows the mean of the points in its range of x.
+--- Draws curves as text. Each column of characters stands for a range of x, and shows the mean y of the points in this
+--- range.
 ---@param curves ps.Curve[]
 ---@param options? {width?: integer, height?: integer}
 ---@return string
@@ -67,7 +68,7 @@ end
 local function succeeded(status) return status == 0 or status == true end
 local function quote(text) return "'" .. text:gsub("'", "''") .. "'" end
 
---- Draws curves to a PNG file. Returns nil and the reason if gnuplot is missing or fails.
+--- Draws curves to a PNG file. Returns nil and the reason if gnuplot is not installed or fails.
 ---@param path string
 ---@param curves ps.Curve[]
 ---@param options? {title?: string, x?: string, y?: string}

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Shows the progress of a run. On a terminal it shows a bar. Otherwise it prints plain lines at intervals.
+-- Shows the progress of a run. If the output is a terminal, draws a bar. Otherwise prints lines at regular intervals.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
@@ -36,8 +36,10 @@ end
 
 local OPTIONS = { total = "number", start = "number", every = "number", quiet = "boolean" }
 
---- Creates a display for `total` steps. `every` is the time in seconds between plain lines (default 10).
----@param options {total: integer, start?: integer, every?: number, quiet?: boolean}
+--- Creates a display of a run's progress.
+---@param options {total: integer, start?: integer, every?: number, quiet?: boolean} total: number of steps of the run.
+---  start: number of completed steps (default 0). every: seconds between two lines (default 10). quiet = true: shows
+---  nothing
 ---@return ps.Progress
 function progress.new(options)
   options = caller.options(options, "ps.progress.new", OPTIONS)
@@ -75,7 +77,8 @@ local function draw_bar(self, step, values)
   self.drawn = true
 end
 
---- Records that `step` steps are completed. Draws at most ten times per second, or prints a line every `every` seconds.
+--- Shows that `step` steps are completed. Draws the bar at most ten times per second. Without a bar, prints a line
+--- every `every` seconds.
 ---@param step integer
 ---@param values {loss?: number, accuracy?: number, val_loss?: number, tokens_per_s?: number}
 function Progress:update(step, values)
@@ -93,7 +96,7 @@ function Progress:update(step, values)
   self.shown = now
 end
 
---- Prints a line above the bar.
+--- Prints a line of text, unless the display is quiet. The bar is drawn again below the line.
 ---@param text string
 function Progress:note(text)
   if self.quiet then return end
@@ -103,14 +106,14 @@ function Progress:note(text)
   if self.bar then self.shown = -math.huge end
 end
 
---- Prints a warning to stderr, even in quiet runs.
+--- Prints a warning to stderr, even if the display is quiet.
 ---@param text string
 function Progress:warn(text)
   self:finish()
   io.stderr:write("psluajit: ", text, "\n")
 end
 
---- Ends the bar's line, so that later output starts on a new line.
+--- Ends the line of the bar, so that later output begins on a new line.
 function Progress:finish()
   if self.drawn then io.stdout:write("\n") end
   io.stdout:flush()
