@@ -50,8 +50,7 @@ local function tail_of(rendered)
   return tail
 end
 
--- Returns the length of a prefix of a generation prompt. The prefix is the longest one that has at most n bytes and
--- does not end inside a word.
+-- Returns the length of the longest prefix of `prompt` that has at most n bytes and does not end inside a word.
 local function whole_words(prompt, n)
   while n > 0 and not prompt:find("^[%s>%]:]", n) do n = n - 1 end
   return n

@@ -315,7 +315,7 @@ function text.is_space(c) return SPACES[c] == true end
 ---@param value string|ps.chat.Text
 ---@param separator? string the separator; if it is nil, runs of spaces separate the parts, and empty parts are omitted
 ---@param limit integer maximum number of splits, or -1 for no limit
----@param from_right? boolean true: if there are more separators than `limit`, splits at the last ones, like str.rsplit
+---@param from_right? boolean true: if there are more separators than `limit`, splits at the last of them (str.rsplit)
 ---@return (string|ps.chat.Text)[]
 function text.split(value, separator, limit, from_right)
   local s, cuts = text.flat(value), {}                     -- cuts: {first byte, last byte} of each separator

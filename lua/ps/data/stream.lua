@@ -12,7 +12,7 @@ local byte_array = array "uint8_t"
 
 ---@class ps.Stream
 ---@field handle ffi.cdata* ps_rows of the first epoch
----@field places integer number of examples in the first epoch, including examples that will be left out (too long)
+---@field places integer number of examples in the first epoch, including examples that will be left out as too long
 ---@field info ffi.cdata* ps_rows_info
 ---@field private source ps.ExampleSource
 ---@field private put integer number of examples, in the order of the epoch, that were passed to the source

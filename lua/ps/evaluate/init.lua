@@ -38,7 +38,7 @@ local evaluate = { accuracy = metrics.accuracy, f1 = metrics.f1, exact_match = m
 ---@field max_new? integer for "answers": maximum number of tokens in an answer (default 32)
 ---@field device? string device of the model's inputs (default: device of the model's first parameter)
 ---@field divide? boolean only for a model without an engine. true: all ranks call this function and divide the rows
---- among them. The ranks of an engine's data-parallel axis always do so.
+--- among them. The ranks of an engine's data-parallel axis always divide the rows.
 ---@field progress? fun(done: integer, total: integer) a function that is called after each batch
 
 local OPTIONS = { data = "any", task = "string", max_length = "whole", stride = "whole", batch = "whole",

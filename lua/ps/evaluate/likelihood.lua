@@ -45,7 +45,7 @@ end
 
 --- Appends the windows of a text to a list. Each token is predicted once. The first window predicts `most` tokens, and
 --- each later window predicts the next `stride` tokens. If a window predicts fewer than `most` tokens, the tokens
---- before the predicted tokens are added to its inputs, so that it has `most` inputs.
+--- before the predicted tokens are added to its inputs, up to `most` inputs.
 ---@param windows ps.evaluate.Window[]
 ---@param prefix integer the token that precedes ids[1]
 ---@param ids integer[]

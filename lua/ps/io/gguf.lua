@@ -300,7 +300,8 @@ function File:has(name)
 end
 
 --- Makes later reads of a quantized matrix return its blocks unchanged, as a uint8 tensor [rows, bytes per row]. The
---- rows are in the order that `present` sets. The dimensions are not swapped, even if `present` asks for it.
+--- rows are in the order that `present` sets. The dimensions are not swapped, even if `present` was called with
+--- transposed = true.
 ---@param name string
 function File:keep_packed(name) home_of(self, name).packed = true end
 

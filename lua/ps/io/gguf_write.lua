@@ -125,7 +125,7 @@ function Writer:append(name, dtype, data, numel)
   check(C.ps_ggufw_append(self.w, name, native.dtype_code(dtype), data, numel))
 end
 
---- Completes the file after all tensors were appended: flushes the file to the disk and gives it its final name.
+--- Completes the file after all tensors were appended: flushes the temporary file to the disk and renames it to `path`.
 function Writer:commit() check(C.ps_ggufw_commit(self.w)) end
 
 --- Closes the writer. If commit was not called, close removes the unfinished file.

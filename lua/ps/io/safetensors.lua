@@ -230,8 +230,8 @@ end
 
 --- Makes a uint8 tensor that consists of blocks use the bytes of two tensors in mapped files. Each block contains the
 --- next first.width bytes of the first tensor and then the next second.width bytes of the second tensor. Returns false
---- and changes nothing if the tensor cannot use mapped bytes. In this case the caller must read the bytes. Reasons are
---- that a file was opened without mmap = true, or that the tensor is not in host memory, in a chunk, or a part of
+--- and changes nothing if the tensor cannot use mapped bytes. In this case the caller must read the bytes. This happens
+--- if a file was opened without mmap = true, or if the tensor is in a chunk, is not in host memory, or is a part of
 --- another tensor.
 ---@param tensor ps.Tensor
 ---@param first ps.BlockPart
@@ -398,7 +398,7 @@ end
 ---@param nbytes integer
 function Writer:append(name, data, nbytes) check(C.ps_stw_append(self.w, name, data, nbytes)) end
 
---- Completes the file after all tensors were appended: flushes the file to the disk and gives it its final name.
+--- Completes the file after all tensors were appended: flushes the temporary file to the disk and renames it to `path`.
 function Writer:commit() check(C.ps_stw_commit(self.w)) end
 
 --- Closes the writer. If commit was not called, close removes the unfinished file.

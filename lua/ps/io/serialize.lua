@@ -16,8 +16,8 @@
 --   None           In a list, None is read as serialize.none. A dict's key is omitted if its value is None.
 --   same object    A tensor or a table that occurs twice is stored once and read as one object. Different views of one
 --                  storage become separate tensors.
---   expand A tensor that repeats its elements (expand) is stored without the repetitions and read as an expanded
---                  tensor.
+--   expand         A tensor that repeats its elements (expand) is stored without the repetitions. It is read as an
+--                  expanded tensor.
 --   requires_grad  It is not saved.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"

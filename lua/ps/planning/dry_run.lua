@@ -195,8 +195,8 @@ local function watch_sent()
   end
   hooks.on("action", function(action, begins)
     if not begins or action.kind ~= C.PS_ACT_FORWARD or action.micro > 0 or action.vstage > 0 then return end
-    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- the engine's dry run also gets here; the
-                                                                            -- last call is made by the real step
+    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- the engine's own dry run also sets these
+                                                                            -- values; the real step sets them again
     in_pieces = before.tp and mesh.group("tp"):bytes_in_pieces() or 0
   end)
   return function(cut)
@@ -263,7 +263,7 @@ local function explained(problem)
 end
 
 local REHEARSED, ROUNDS = 1e12, 8          -- limits of all rounds: 10^12 operations (a few seconds), and 8 rounds
-local STEADY = 2 ^ 18                      -- the rounds end when one round adds fewer bytes than this to the process
+local STEADY = 2 ^ 18                      -- the rounds end when the process grows by less than 2^18 bytes in a round
 
 -- Returns the size in bytes of the memory that a real process uses in addition to tensors, but this process does not.
 -- It consists of the memory that oneDNN keeps after matrix products, and of pages of files that the parent process has

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The machines for which plans can be made. Each file in tools/hardware/ returns a ps.planning.Machine, or a family of
+-- The machines that a plan can be made for. Each file in tools/hardware/ returns a ps.planning.Machine, or a family of
 -- machines. A family is a table with the fields that its machines have in common, and a field `variants`, which
 -- contains the other fields of each machine by name. A name can end with x and a number of GPUs: "h200x8" is a machine
 -- with 8 GPUs.
@@ -61,7 +61,8 @@ local function machines()
   return all
 end
 
--- The fields that every table must have: texts (TEXTS), numbers (NUMBERS), and numbers in tables of GPUs (OF_GPU).
+-- The fields that every table must have. TEXTS lists the texts, and NUMBERS lists the numbers. OF_GPU lists the numbers
+-- that the table of a machine with a GPU must also have.
 local TEXTS = { "text", "source" }
 local NUMBERS = { "host.nbytes", "links.up", "links.down", "adam.host" }
 local OF_GPU = { "gpu.nbytes", "gpu.bandwidth", "gpu.between" }

@@ -91,7 +91,7 @@ local function close_os(folder)
   unistd.unlink, stdio.rename = os.remove, os.rename
 end
 
--- Makes the folders that the script has made (and that only were recorded) look like empty folders.
+-- Makes the folders that the script has "made" (they were only recorded) look like empty folders.
 local function close_folders()
   local made, attributes, dir, access = {}, lfs.attributes, lfs.dir, unistd.access
   local function name(path) return path:gsub("^%./", ""):gsub("/+$", "") end

@@ -58,8 +58,8 @@ function pages.of_files()
   return list
 end
 
---- Returns the total size in bytes of those given pages that are not in the memory of this process. Returns nil if the
---- system does not report the pages.
+--- Returns how many bytes of the pages in `list` are not in the memory of this process. Returns nil if the system does
+--- not report the pages.
 ---@param list ps.planning.Pages[]
 ---@return integer?
 function pages.missing(list)

@@ -14,7 +14,7 @@ local C = native.C
 
 local clock = {}
 
-local TRIPS = 16  -- number of questions; the first answer takes longer, because rank 0 first answers the previous ranks
+local TRIPS = 16  -- number of questions per rank; before the first answer, rank 0 may still be answering another rank
 local SECOND = 1000000000LL
 
 -- Returns a time as a tensor [2] of whole seconds and nanoseconds. A single fp64 number does not have enough digits for

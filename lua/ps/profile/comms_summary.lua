@@ -32,8 +32,8 @@ end
 
 --- Begins to count the calls that a configuration's comms_logger selects.
 ---@param settings ps.config.CommsLogger
----@param prints boolean whether this rank prints each call when it ends; calls are printed only if settings.verbose is
----  true too
+---@param prints boolean whether this rank prints each call when the call ends; if settings.verbose is false, no rank
+---  prints calls
 function comm.begin(settings, prints)
   local set, number = 0, numbers()
   for _, call in pairs(number) do set = settings.prof_all and bit.bor(set, bit.lshift(1, call)) or set end

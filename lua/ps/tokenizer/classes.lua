@@ -63,9 +63,10 @@ end
 
 local BLANK = "\226\150\129"                              -- the character for a blank in Llama's tokens
 
--- Replaces the normalizer, the pre-tokenizer and the decoder in a description by those of transformers' LlamaTokenizer.
--- LlamaTokenizer uses only the vocabulary and the merges of tokenizer.json. It does not put a blank before a text that
--- already begins with a blank. A byte-level description is not changed: its files name LlamaTokenizer by mistake.
+-- Replaces the normalizer, the pre-tokenizer and the decoder in a description, so that they work like transformers'
+-- LlamaTokenizer. This class uses only the vocabulary and the merges of tokenizer.json. It does not put a blank before
+-- a text that already begins with a blank. A byte-level description is not changed: its files name LlamaTokenizer by
+-- mistake.
 local function of_llama(description, config)
   if by_bytes(description.pre_tokenizer) then return end
   local prefix = config.add_prefix_space ~= false

@@ -201,7 +201,7 @@ local APPLY = { tokenize = "boolean", add_generation_prompt = "boolean", continu
 --- train_on: "assistant", "last", "all", or a function that is called with a message's index and role. If train_on is
 --- given, a mask is also returned.
 ---@return integer[]|string the ids; the text if tokenize = false
----@return integer[]? mask only with train_on: 1 for each id that the model has to produce, and 0 for the others
+---@return integer[]? mask only with train_on: 1 for each id that the model has to produce, and 0 for each other id
 function conversations:apply_chat_template(messages, options)
   options = caller.options(options, "tokenizer:apply_chat_template", APPLY)
   if type(messages) ~= "string" then caller.typed(messages, "table", "apply_chat_template: the messages") end
