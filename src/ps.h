@@ -421,8 +421,8 @@ int ps_calls_total_get(int64_t i, ps_calls_total *out);
  * number is 2 * (n - 1) / n for a sum that all ranks receive. It is (n - 1) / n for a gather, and for a sum of which
  * each rank receives a shard. It is 1 for other calls. */
 double ps_calls_bus(int name, int ranks);
-/* ps_module_enter and ps_module_leave enter and leave a module. The id of a module is positive. ps_module_enter never
- * fails. It returns the depth, which the caller passes to ps_module_leave. Memory errors name the running module,
+/* ps_module_enter and ps_module_leave enter and leave a module. The id of a module is positive. ps_module_enter returns
+ * the depth, which the caller passes to ps_module_leave. It never fails. Memory errors name the running module,
  * even without a record. When a scope ends, the modules that were entered in the scope are left. */
 int ps_module_enter(int id);
 void ps_module_leave(int depth);

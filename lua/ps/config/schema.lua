@@ -5,8 +5,8 @@
 --
 -- A section is { path, its description, rows }, with these optional fields:
 --   of         the rows apply only if the parent's `type` has this value
---   acts       the default of `acts` for honoured rows
--- A row is { key, type, default, status, words, check =, required =, acts = }. The status is one of these:
+--   acts       the default of `acts` for honoured rows.
+-- Each row is { key, type, default, status, words, check =, required =, acts = }. The status is one of these:
 --   honoured   does what DeepSpeed or PatrickStar document. If they do not document it, `words` describes the effect
 --   ignored    is accepted, and a note is printed once; `words` says why it has no effect here
 --   refused    is an error unless it has its default, because the result would differ; `words` says why

@@ -37,15 +37,18 @@ local function batched(x, n, call)
   return x, false
 end
 
--- Reshapes a signal to an image with H = 1. Also returns a function that reshapes a result back.
+-- Reshapes a signal [N, C, L] to an image [N, C, 1, L], and adds a missing dimension N. The second result is true if N
+-- was added.
 local function image(x, n, call)
   local single
   x, single = batched(x, n, call)
-  if n == 1 then x = x:unsqueeze(2) end
-  return x, function(y)
-    if n == 1 then y = y:squeeze(2) end
-    return single and y:squeeze(0) or y
-  end
+  return n == 1 and x:unsqueeze(2) or x, single
+end
+
+-- Removes the dimensions that image() added from a result.
+local function back(y, n, single)
+  if n == 1 then y = y:squeeze(2) end
+  return single and y:squeeze(0) or y
 end
 
 -- -- convolution ----------------------------------------------------------------------------------------------------
@@ -196,12 +199,12 @@ end
 
 local function max_pool(x, kernel, options, n, call)
   options = caller.options(options, call, MAX_POOL)
-  local back
-  x, back = image(x, n, call)
+  local single
+  x, single = image(x, n, call)
   local k, stride, dilation, padding, size = pooling(x, kernel, options, n, call)
   local y, index = ops.max_pool(x, k, stride, dilation, padding, size, 0)
-  if options.return_indices then return back(y), back(index) end
-  return back(y)
+  if options.return_indices then return back(y, n, single), back(index, n, single) end
+  return back(y, n, single)
 end
 
 --- Returns the largest element of each window. If the window contains a NaN, returns NaN.
@@ -234,13 +237,13 @@ local IMAGE_DIMS = 12                                         -- the bits of dim
 
 local function avg_pool(x, kernel, options, n, call)
   options = caller.options(options, call, AVG_POOL)
-  local back
-  x, back = image(x, n, call)
+  local single
+  x, single = image(x, n, call)
   local k, stride, _, p, size = pooling(x, kernel, options, n, call)
   local divisor = options.divisor_override
   if divisor == 0 then error(call .. ": divisor_override is 0") end
   return back(ops.resample(x, KIND.windows, 0, size, k, stride, { p[1], p[2], p[1], p[2] },
-    options.count_include_pad == false and 0 or 1, NONE, divisor or 0))
+    options.count_include_pad == false and 0 or 1, NONE, divisor or 0), n, single)
 end
 
 --- Returns the mean of each window. Padding counts as zeros.
@@ -276,19 +279,23 @@ local function size_of(x, size, n, call)
 end
 
 local function adaptive_avg(x, size, n, call)
-  local back
-  x, back = image(x, n, call)
+  if n == 1 and scope.is_tensor(x) and x:is_float() and type(size) == "number" and (x.ndim == 3 or x.ndim == 2) and
+    x.numel_ > 0 and size >= 1 and x:size(-1) % size == 0 then              -- equal windows: faster
+    return ops.mean(x:unflatten(-1, { size, -1 }), 2 ^ x.ndim, 0)
+  end
+  local single
+  x, single = image(x, n, call)
   local out = size_of(x, size, n, call)
   if out[1] == 1 and out[2] == 1 and x.numel_ > 0 and x:is_float() then         -- faster
-    return back(ops.mean(x, IMAGE_DIMS, 1))
+    return back(ops.mean(x, IMAGE_DIMS, 1), n, single)
   end
-  return back(ops.resample(x, KIND.adaptive, 0, out, ONE, ONE, ZEROS, 0, NONE, 0))
+  return back(ops.resample(x, KIND.adaptive, 0, out, ONE, ONE, ZEROS, 0, NONE, 0), n, single)
 end
 
 local function adaptive_max(x, size, n, call)
-  local back
-  x, back = image(x, n, call)
-  return back((ops.max_pool(x, ONE, ONE, ONE, NONE, size_of(x, size, n, call), 1)))
+  local single
+  x, single = image(x, n, call)
+  return back((ops.max_pool(x, ONE, ONE, ONE, NONE, size_of(x, size, n, call), 1)), n, single)
 end
 
 --- Divides each signal into `size` windows of nearly equal length, which together cover all elements. Returns the mean
@@ -370,11 +377,11 @@ function F.pad(x, pad, mode, value)
     error(("F.pad: mode = \"%s\" pads the last one or two dimensions, not %d; call it once more for further ones")
       :format(mode, n))
   end
-  local back
-  x, back = as_image(x, n)
+  local restored
+  x, restored = as_image(x, n)
   local p = n == 2 and { pad[3], pad[1], pad[4], pad[2] } or { 0, pad[1], 0, pad[2] }
   local size = { x:size(2) + p[1] + p[3], x:size(3) + p[2] + p[4] }
-  return back(ops.resample(x, KIND[mode], 0, size, ONE, ONE, p, 0, NONE, 0))
+  return restored(ops.resample(x, KIND[mode], 0, size, ONE, ONE, p, 0, NONE, 0))
 end
 
 local INTERPOLATE = { size = "whole|table", scale_factor = "number|table", mode = "string", align_corners = "boolean",
@@ -428,9 +435,10 @@ function F.interpolate(x, options)
       if not options.recompute_scale_factor and kind[1] ~= KIND.adaptive then scale[at] = 1 / by end
     end
   end
-  local back
-  x, back = image(x, n, "F.interpolate")
-  return back(ops.resample(x, kind[1], 0, size, ONE, ONE, ZEROS, options.align_corners and 1 or kind[2], scale, 0))
+  local single
+  x, single = image(x, n, "F.interpolate")
+  return back(ops.resample(x, kind[1], 0, size, ONE, ONE, ZEROS, options.align_corners and 1 or kind[2], scale, 0), n,
+    single)
 end
 
 -- -- norms over channels --------------------------------------------------------------------------------------------

@@ -130,6 +130,7 @@ local function triangle_indices(call, rows, columns, offset, upper)
   caller.whole(columns, call .. ": the columns", 0)
   offset = caller.whole(offset or 0, call .. ": the offset")
   local n = 0
+  if upper == 1 then rows = math.min(rows, math.max(0, columns - offset)) end             -- later rows have no elements
   for i = 0, rows - 1 do n = n + math.max(0, last_of(i, columns, offset, upper) - first_of(i, offset, upper)) end
   local buffer, at = int64_array(math.max(1, 2 * n)), 0
   for i = 0, rows - 1 do

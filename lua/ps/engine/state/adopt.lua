@@ -2,7 +2,7 @@
 -- Handles optimizers of ps.optim that were created before ps.initialize. If an optimizer is passed to ps.initialize,
 -- the engine adopts the optimizer's settings and groups. The script then uses this optimizer as the engine's optimizer.
 -- If another optimizer has some of the same parameters, its step() raises an error, because it would update these
--- parameters a second time.
+-- parameters twice.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local optimizers = require "ps.optimizers"
