@@ -26,8 +26,8 @@ static void stop_hook(lua_State *L, lua_Debug *ar)
 
 static void pause_hook(lua_State *L, lua_Debug *ar);
 
-/* Sets a hook at the first Ctrl-C. Compiled loops do not check hooks. If the hook does not run, further Ctrl-C's
- * print a warning and end the program. */
+/* The first Ctrl-C sets a hook. A compiled loop does not check hooks. So if the hook has not run, the next Ctrl-C
+ * prints a warning, and a further Ctrl-C ends the program. */
 static void on_interrupt(int sig)
 {
     static const char warning[] = "\nstill running compiled or native code; press Ctrl-C again to end psluajit\n";

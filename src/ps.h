@@ -470,7 +470,7 @@ int64_t ps_tensor_op_number(const ps_tensor *t);
  * inputs were made. Can return PS_ENOMEM. */
 int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found);
 /* Walks the tape backward from n roots in one pass. The entry of `gradients` for a root is a tensor of the root's
- * shape, or NULL if the root is a single value. If `gradients` itself is NULL, no root has a gradient. The walk uses
+ * shape, or NULL if the root is a single value. If `gradients` itself is NULL, all entries are NULL. The walk uses
  * up the nodes that lead to the roots, so a second walk through these nodes fails with PS_ESTATE.
  *   ps_backward_begin_n prepares the walk. If `segment` is not NULL, it also starts walking and returns the result of
  *   ps_backward_next.
@@ -1265,8 +1265,9 @@ typedef struct ps_pipe_table ps_pipe_table;
 const char *ps_pipe_schedule_name(int schedule);
 /* Finds a schedule by name. Returns PS_EINVAL if there is no such schedule; the message then contains all names. */
 int ps_pipe_schedule_find(const char *name, int *out);
-/* Makes the table of a schedule. The table has only forwards and backwards. Every table can be performed. Returns
- * PS_EINVAL if the schedule has no table of these sizes; the message then contains the sizes. */
+/* Makes the table of a schedule for the sizes in `spec`. The table has only forwards and backwards, and a pipeline can
+ * perform it without a deadlock. Returns PS_EINVAL if the schedule is not defined for these sizes; the message then
+ * contains the sizes. */
 int ps_pipe_table_new(const ps_pipe_spec *spec, ps_pipe_table **out);
 /* Reads a table in PyTorch's CSV form (docs/pipeline.md). `name` is the file's name for messages. Returns PS_EFORMAT
  * if the text is not a table in this form; the message then contains line and cell. Returns PS_EINVAL if the table

@@ -107,13 +107,12 @@ describe("DeepSpeed's schedules", function()
       local opt = optimizer(0.5)
       local options = { optimizer = opt, [keys[1]] = 9, [keys[2]] = 8, max_lr = keys[1] == "warmup" and 1 or nil }
       assert.has_error(function() sched[name](options) end,
-        ("sched.%s: %s is 9, more than %s, 8; lower the first or raise the second"):format(name, keys[1], keys[2]))
+        ("sched.%s: %s is 9; it must be at most %s, which is 8"):format(name, keys[1], keys[2]))
       options[keys[2]] = 9
       sched[name](options)
     end
     assert.has_error(function() sched.WarmupDecayLR { optimizer = optimizer(1), total_num_steps = 8 } end,
-      "sched.WarmupDecayLR: warmup_num_steps is 1000 (its default), more than total_num_steps, 8; "
-        .. "lower the first or raise the second")
+      "sched.WarmupDecayLR: warmup_num_steps is 1000 (the default); it must be at most total_num_steps, which is 8")
   end)
 
   it("exist in addition to psluajit's own", function()

@@ -233,7 +233,7 @@ describe("rows of several sequences", function()
     local model, ids, segments = tiny "llama", tokens "cpu", segments_of(LENGTHS)
     check.fails(function()
       model { input_ids = ids, segment_ids = segments, attention_mask = ids }
-    end, "llama: a batch has segment_ids and attention_mask: leave attention_mask out")
+    end, "llama: a batch has both segment_ids and attention_mask; leave attention_mask out")
     check.fails(function() model { input_ids = ids, segment_ids = segments:narrow(1, 0, 5) } end,
       "llama: segment_ids is [2, 5], but input_ids is [2, 70]")
     check.fails(function() model { input_ids = ids, segment_ids = segments:float() } end,

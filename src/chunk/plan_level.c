@@ -71,7 +71,7 @@ typedef struct run {
     /* large_at: moment of the use of the latest large chunk
      * large_over: moment at which this use has ended */
     int32_t large_at, large_over;
-    /* large_before: value of large_over for the large chunks of an earlier moment */
+    /* large_before: the value that large_over had when large_at was an earlier moment */
     int32_t large_before;
     int32_t last_free;            /* 1 + index of the last move that frees memory, or 0 */
     double now;                   /* position of the use cursor */
@@ -259,9 +259,9 @@ static bool is_large(const run *r, int64_t nbytes) { return nbytes > r->large_fr
 /* Returns the counter of reserved bytes for a chunk of this size: r->large for a large chunk, otherwise r->waiting. */
 static int64_t *waiting_of(run *r, int64_t nbytes) { return is_large(r, nbytes) ? &r->large : &r->waiting; }
 
-/* Returns the first moment at which a fetch may reserve its memory. Before this moment, all fetches whose chunks have
- * not been used yet would together need more than `ahead` bytes. A large chunk must wait until the large chunks of an
- * earlier moment have been used. must: the chunk is used at `moment`, so it cannot wait longer. */
+/* Returns the first moment at which a fetch may reserve its memory. If the fetch reserved memory earlier, the chunks
+ * that are fetched and not used yet would need more than `ahead` bytes together. A large chunk must wait until the
+ * large chunks of an earlier moment have been used. must: the chunk is used at `moment`, so it cannot wait longer. */
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment, bool must)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;

@@ -10,7 +10,7 @@
 /* The kinds of events of a chunk. "Here" is the upper tier of the level. */
 typedef enum ps_event_kind {
     EV_READ, EV_WRITE,            /* a use on this tier */
-    /* A use of the contents on the tier below. A write on the tier below makes the copy here stale. */
+    /* The tier below uses its copy of the contents. If it writes, the copy on this tier becomes stale. */
     EV_DOWN, EV_DOWN_WRITE,
     EV_SOURCE,                    /* a fetch by the level above; it needs the contents here */
     /* An eviction by the level above. It needs room here and brings new contents. */

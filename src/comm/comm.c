@@ -234,9 +234,9 @@ static int small_begin(ps_group *g, bool all)
     return g->comm->table->begin(g->comm, PS_COMM_DATA, g->send, g->recv);
 }
 
-/* Ends the exchange of small bytes. If this rank's call has no small bytes, it still exchanges GROUP_SMALL_NBYTES bytes
- * with each rank whose call has small bytes. Otherwise this rank's next call would receive the small bytes of these
- * ranks, because the group continues to be used after calls that differ. */
+/* Ends the exchange of small bytes. The calls of the ranks can differ, and the group remains usable after calls that
+ * differ. So no small bytes may be left unread: this rank's next call would receive them. If this rank's call has no
+ * small bytes, the function still exchanges GROUP_SMALL_NBYTES bytes with each rank whose call has small bytes. */
 static int small_end(ps_group *g, const header *mine)
 {
     bool any = mine->small;

@@ -6,7 +6,8 @@
 #include "base/error.h"
 #include "engine/engine.h"
 
-/* Reads all sums of squares that are on a device with one copy, so that the host waits for the device only once. */
+/* Reads all sums of squares that are on a device. Uses one copy for all of them, so that the host waits for the device
+ * only once. */
 static int read_squares(ps_engine *e)
 {
     for (int which = 0; which < 2; which++) {

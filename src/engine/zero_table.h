@@ -17,7 +17,7 @@ typedef struct ps_gathers { ps_gather *list; int32_t n, capacity; } ps_gathers;
 typedef struct ps_zero ps_zero;
 
 typedef struct ps_zero_table {
-    /* Called before the chunks are closed. Frees the parts, and with them the bytes of storages in parts. */
+    /* Called before the chunks are closed. Frees the parts, including the bytes of the storages that are in a part. */
     void (*close)(ps_zero *z);
     /* -- memory */
     bool (*holds)(const ps_zero *z, const ps_storage *s);       /* returns true if s is in a part */

@@ -68,8 +68,8 @@ int faults_class_of(int fd);
 void faults_set_class(int fd, int class, const char *path);
 /* Returns the path of a descriptor, or "" if the path is not known. */
 const char *faults_path_of(int fd);
-/* These functions send and receive on a socket, through the doors of sockets. `read` and `write` also use these
- * functions if the descriptor is a socket. */
+/* These functions send and receive on a socket, with the faults that the plan has for sockets. `read` and `write` also
+ * call these functions if the descriptor is a socket. */
 ssize_t faults_socket_send(int fd, const void *bytes, size_t nbytes, int flags);
 ssize_t faults_socket_recv(int fd, void *bytes, size_t nbytes, int flags);
 /* Flips one bit of the bytes. The index of the bit is `which`, modulo the number of bits. */
@@ -91,7 +91,8 @@ void lost_rename(const char *from, const char *to, bool exchange);
 void lost_remove(const char *path, bool folder);
 void lost_mkdir(const char *path);
 void lost_undone(void);                         /* records that the latest change of names has failed */
-/* Undoes a random choice of the changes that were not synced, and kills the process. `seed` determines the choice. */
+/* Chooses some of the changes that were not synced, undoes the chosen changes, and kills the process. `seed` determines
+ * the choice. */
 _Noreturn void lost_power(uint64_t seed);
 /* Returns true if the plan contains an event that loses bytes. If it does not, changes are not recorded. */
 bool faults_want_power(void);

@@ -97,7 +97,8 @@ int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double be
     return 0;
 }
 
-/* Computes alpha * x + (-0). x + (-0) is x for every x. With +0, -0 would become +0. */
+/* Computes alpha * x. The op also adds a constant. The constant is -0, because adding -0 changes no value, and adding
+ * +0 would change -0 to +0. */
 int ps_scaled(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha) { return ps_affine(g, out, x, alpha, -0.0); }
 
 int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype)

@@ -388,8 +388,8 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     return ps_step_next(x->step, a->kind, &how);
 }
 
-/* Repeats the recorded effects of an earlier micro-batch for the current action of the step, and ends the action. After
- * an error, the action is still in progress. */
+/* Completes the current action of the step. Instead of computing, repeats the effects that were recorded for an earlier
+ * micro-batch. After an error, the action is still in progress. */
 static int do_again(ps_pipe *x, const ps_action *a)
 {
     PS_TRY(pipe_again(x, a, pipe_part_of(a->kind)));

@@ -80,9 +80,9 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* Writes the indices of the tensors that a transfer sends to `carried`, and returns their number. A transfer of forward
- * sends all tensors that one virtual stage passes to the next virtual stage. A transfer of backward sends only
- * gradients, of the tensors that need a gradient. */
+/* Fills `carried` with the indices of the tensors that a transfer sends, and returns their number. A forward transfer
+ * sends all tensors that one virtual stage passes to the next virtual stage. A backward transfer sends only the
+ * gradients of those tensors that need a gradient. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;

@@ -144,10 +144,9 @@ static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_
 /* Returns the first row of piece k of the rank that is i positions after this rank. */
 static int64_t others_first(const work *w, int i, int64_t k) { return (w->rank + i) % w->size * w->n + first_of(w, k); }
 
-/* Writes to `rows` the numbers of rows that products can have, and returns the number of entries. Kernels need
- * workspace for each of these numbers. If there is one piece, the only entry is the number of rows of all ranks.
- * Otherwise rows[0] is the number of this rank's rows, and rows[1] is the number of rows of the first piece, which is
- * the largest. */
+/* Lists in `rows` how many rows a product can have, and returns the length of the list. Kernels need workspace for each
+ * entry. With one piece, the only entry is the row count of all ranks together. Otherwise rows[0] is the row count of
+ * this rank, and rows[1] is the row count of the first piece, which is the largest piece. */
 static int tried_rows(const work *w, int64_t rows[2])
 {
     rows[0] = w->pieces == 1 ? w->size * w->n : w->n;

@@ -42,7 +42,7 @@ typedef struct ps_line_owner {
     pthread_mutex_t *lock;                 /* guards the state of the owner and of the line */
     /* news: signals that a message has begun, that all messages have ended, or that the line has failed */
     pthread_cond_t *news;
-    /* failed: error of the owner. The line stops if its code is not 0. */
+    /* failed: error of the owner. The line stops if this error's code is not 0. */
     const ps_error_kept *failed;
     void *arg;
     int (*tell)(void *arg, int peer, int lane);              /* notifies the sender that a receive has begun */

@@ -113,9 +113,8 @@ static int sound(wired *w)
 }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
-/* Ends everything in progress, with the error rc of this thread. Only the first failure of a group is reported as a
- * loss of bytes. One report is sufficient, because the failure ends all groups that use the connections of these
- * ranks. */
+/* Ends everything in progress, with the error rc of this thread. Reports lost bytes only for the first failure of a
+ * group. One report is sufficient, because the failure ends all groups that use the connections of these ranks. */
 static void give_up(wired *w, int rc)
 {
     char why[1000];

@@ -579,8 +579,8 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
 {
     if (c->owner < 0 || c->owner >= sh->size || c->nbytes <= 0 || c->stripe < 0 || c->stripe > 1 << 24 ||
         (c->chunk < 0 && c->owner == sh->rank) || (c->device != sh->device && c->device != sh->host))
-        return ps_fail(PS_EINVAL, "cannot make a part of stripe %d with %lld bytes for rank %d of %d", c->stripe,
-                       (long long)c->nbytes, c->owner, sh->size);
+        return ps_fail(PS_EINVAL, "cannot make a part with %lld bytes in stripe %d for rank %d of %d ranks",
+                       (long long)c->nbytes, c->stripe, c->owner, sh->size);
     PS_TRY(stripe_need(sh, c->stripe));
     stripe *st = &sh->stripes[c->stripe];
     if (st->parts[c->owner] >= 0)
@@ -626,8 +626,8 @@ static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
     return l;
 }
 
-/* Moves s into the part of l. If this rank has the chunk of the part, s is in this chunk and `inner` is not NULL. Then
- * the position of s in the chunk moves to `inner`. */
+/* Moves s into the part of l. If this rank has the chunk of the part, s must be in this chunk, and `inner` must not be
+ * NULL: the storage `inner` takes the position of s in the chunk. On other ranks, `inner` is NULL. */
 static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
 {
     if (inner) {

@@ -47,9 +47,9 @@ local function random(text)
   return r
 end
 
--- Fixed numbers of calls for doors that are not file doors. Every life makes at least this number of calls. The profile
--- counts only file calls exactly. The numbers of socket and thread calls differ between runs, so a plan must not depend
--- on these numbers (most_calls).
+-- Lower bounds for the number of calls through doors that are not file doors. Every life makes at least as many calls.
+-- The profile's numbers are exact only for file calls. The numbers of socket and thread calls differ between runs, so
+-- plans use these bounds instead of the profile's numbers (most_calls).
 local CALLS = { send = 250, recv = 450, alloc = 1600, clock = 3, ["end"] = 1 }
 
 -- Patterns of the words that follow a lost rank's number in an error. The rank's place can be between the number and

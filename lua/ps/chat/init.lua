@@ -216,8 +216,8 @@ local function variables_of(messages, options, track)
   return vars
 end
 
--- Raises a ps.Error for an error in a template. The text of the ps.Error is "NAME: MESSAGE" and contains the line of
--- the script. Its field `raised` is the message from the template.
+-- Raises a ps.Error for an error in a template. The text of the ps.Error is "FILE:LINE: NAME: MESSAGE", where FILE:LINE
+-- is the place in the user's script. The field `raised` is the template's message alone.
 local function raise(name, message)
   local _, said = pcall(error, ("%s: %s"):format(name, message))
   _G.error(setmetatable({ code = native.C.PS_EINVAL, name = "EINVAL", msg = said, where = "", raised = message },
@@ -397,7 +397,7 @@ end
 ---@param messages table|string the messages, as for render
 ---@param options? ps.chat.RenderOptions
 ---@param train_on? "assistant"|"last"|"all"|fun(i: integer, role: string): boolean selects the messages to train on
---- (default "assistant"). A message with weight = 0 is trained only with "all".
+--- (default "assistant"). A message with weight = 0 is trained only if train_on is "all".
 ---@return ps.chat.Rendered
 function Template:trained(messages, options, train_on)
   options, train_on = checked_options(options, "template:trained"), train_on or "assistant"

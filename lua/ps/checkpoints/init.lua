@@ -98,8 +98,8 @@ end
 ---@field scaler? ps.LossScaler (default: the engine's loss scale)
 ---@field step? integer (default: the optimizer's number of steps)
 ---@field extra? table any value that JSON can represent
----@field tensors? table<string, ps.Tensor> further tensors of the script, such as an exponential moving average. They
----  must be equal on all ranks. Rank 0 saves them, and load writes into the given tensors
+---@field tensors? table<string, ps.Tensor> further tensors of the script, such as an exponential moving average. These
+---  tensors must be equal on all ranks. Rank 0 saves the tensors. load writes the saved values into the given tensors
 ---@field keep? integer number of newest checkpoints to keep in a folder (default 2)
 ---@field async? boolean whether save returns as soon as the state is copied to host memory
 ---@field quiet? boolean if true, no message about the memory that async needs is printed

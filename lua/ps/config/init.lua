@@ -208,9 +208,8 @@ local function resolve_scheduler(state, cfg)
     num_warmup_steps = "num_training_steps" } do
     if params[total] and params[warmup] and params[warmup] > params[total] then
       local path = "scheduler.params." .. warmup
-      state:fail("%s is %.14g%s, more than scheduler.params.%s, %.14g: the rate would never decay; lower the first or "
-        .. "raise the second", path, params[warmup], state.given[path] and "" or " (its default)", total,
-        params[total])
+      state:fail("%s is %.14g%s, so the rate would never decay; it must be at most scheduler.params.%s, which is %.14g",
+        path, params[warmup], state.given[path] and "" or " (the default)", total, params[total])
     end
   end
   local made = optimizers.of(cfg.optimizer.type)

@@ -112,7 +112,7 @@ local function complete(given, world)
   all.dp = given.dp or world / (all.pp * all.tp)
   if all.dp * all.pp * all.tp ~= world or all.dp % 1 ~= 0 then
     local ranks = (given.dp or 1) * all.pp * all.tp
-    error(("ps.mesh: dp = %s, pp = %d, tp = %d do not fit %d processes: the product must be their number; %s"):format(
+    error(("ps.mesh: dp = %s, pp = %d, tp = %d do not fit %d processes; dp * pp * tp must be this number; %s"):format(
       given.dp and tostring(given.dp) or "the rest", all.pp, all.tp, world, hooks.ask("ranks_wanted", ranks)
       or ("start them with psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which calls ps.init_distributed() "
       .. "first"):format(ranks)))

@@ -366,9 +366,10 @@ function Optimizer:set_lr(lr)
   groups.set_lr(self, lr)
 end
 
---- Returns the state. `tensors` maps "<parameter>.<state>" to a state (exp_avg, exp_avg_sq, momentum_buffer, master).
---- `values` has values that JSON can store. Without a model, parameters are named "0", "1", ... If the optimizer was
---- created from a module or from optim.groups, `values` then has their real names.
+--- Returns the optimizer's state. `tensors` maps "<parameter>.<kind>" to a tensor. The kinds are exp_avg, exp_avg_sq,
+--- momentum_buffer, master and so on. `values` has values that JSON can store. Without a model, parameters are named
+--- "0", "1", ... In this case `values` also has the real names of the parameters, if the optimizer was created from a
+--- module or from optim.groups.
 ---@param model? ps.nn.Module
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function Optimizer:state_dict(model)

@@ -26,9 +26,8 @@ end
 local function check_warmup(name, warmup, total, options, default)
   local steps = options[warmup] or default
   if steps <= options[total] then return end
-  error(("sched.%s: %s is %.14g%s, more than %s, %.14g; lower the first or raise the "
-    .. "second"):format(name, warmup, steps,
-    options[warmup] and "" or " (its default)", total, options[total]))
+  error(("sched.%s: %s is %.14g%s; it must be at most %s, which is %.14g"):format(name, warmup, steps,
+    options[warmup] and "" or " (the default)", total, options[total]))
 end
 
 local WARMUP_TO = { optimizer = "table", max_lr = "number", min_lr = "number", warmup = "number", total = "number" }

@@ -36,7 +36,7 @@ local function steps_of(name, keys, required, options, ...)
   local warmup = caller.whole(options.num_warmup_steps or 0, what .. "num_warmup_steps", 0)
   local total = options.num_training_steps
   if total and warmup > caller.whole(total, what .. "num_training_steps", 1) then
-    error(("%snum_warmup_steps is %d, more than num_training_steps, %d; lower the first or raise the second"):format(
+    error(("%snum_warmup_steps is %d; it must be at most num_training_steps, which is %d"):format(
       what, warmup, total))
   end
   return options, warmup, total

@@ -103,8 +103,8 @@ local function split(name, known)
   local stem, count = name:match "^(.-)x(%d+)$"
   if not known[name] and stem and known[stem] and tonumber(count) >= 1 then return stem, tonumber(count) end
   if known[name] then return name, 1 end
-  error(("there is no hardware '%s'; there are %s (and NAMExN: N GPUs in one machine); "
-    .. "psluajit tools/hardware/probe.lua measures the machine that it runs on"):format(name,
+  error(("there is no hardware '%s'; the known names are %s, and for several GPUs a name such as h200x8; "
+    .. "psluajit tools/hardware/probe.lua describes another machine when it runs there"):format(name,
     table.concat(hardware.names(), ", ")), 0)
 end
 

@@ -306,7 +306,8 @@ local function is_ours(model, modules, list)
   return true
 end
 
--- Runs a step. The step is recorded or repeated if possible. `run` runs the model's parts.
+-- Runs a step. If a recording fits the step, repeats the recording. Otherwise calls `run`, which runs the model's
+-- parts, and records the step if possible.
 function Replay:step(list, batch, run)
   local ids = batch.input_ids
   if not replay.on or self.failed or batch.caches == nil or batch.at == 0 or ids:size(1) ~= 1 or not is_free() then

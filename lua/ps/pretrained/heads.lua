@@ -180,8 +180,8 @@ function heads.segments(who, config, given)
       error(("%s: segment_ids is %s; it must be int32 or int64"):format(who, segments:dtype()))
     end
     if given.attention_mask ~= nil then
-      error(("%s: a batch has segment_ids and attention_mask: leave attention_mask out; padding has segment 0"):format(
-        who))
+      error(("%s: a batch has both segment_ids and attention_mask; leave attention_mask out, and give padding segment "
+        .. "0"):format(who))
     end
     if segments:dtype() ~= "int32" then segments = segments:to("int32") end
     return segments, places or heads.places_of(segments)

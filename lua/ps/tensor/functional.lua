@@ -174,8 +174,8 @@ local function check_gate(gate, up, call)
     error(call .. " takes two tensors, gate and up; write t:chunk(2, -1) for both halves of a tensor")
   end
   if gate.dtype_ ~= up.dtype_ or not tensor.same_shape(gate, up) then
-    error(("%s: gate is %s [%s] and up is %s [%s]; both must have one type and shape"):format(call, gate:dtype(),
-      table.concat(gate:shape(), ", "), up:dtype(), table.concat(up:shape(), ", ")))
+    error(("%s: 'gate' is %s [%s] and 'up' is %s [%s]; they must have the same type and shape"):format(call,
+      gate:dtype(), table.concat(gate:shape(), ", "), up:dtype(), table.concat(up:shape(), ", ")))
   end
 end
 

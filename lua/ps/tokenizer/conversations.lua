@@ -27,7 +27,7 @@ local function chosen(list, path, with_tools)
   local named = {}
   for _, one in ipairs(list) do
     if type(one) ~= "table" or type(one.name) ~= "string" or type(one.template) ~= "string" then
-      error(path .. ": chat_template: a list of objects with name and template expected")
+      error(path .. ": chat_template must be a list of objects with the fields 'name' and 'template'")
     end
     named[one.name] = one.template
   end

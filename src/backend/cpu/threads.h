@@ -4,8 +4,8 @@
 #ifndef PS_CPU_THREADS_H
 #define PS_CPU_THREADS_H
 
-/* Sets environment variables of OpenMP and the C library. It must be a program's first call. The function makes these
- * settings:
+/* Sets environment variables of OpenMP and the C library. A program must call this function before any other function.
+ * The function makes these settings:
  *   - A waiting thread sleeps after a short spin, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
  *   - OMP_NUM_THREADS is limited to ps_threads_most(), and is removed if it is not a number.
  *   - The C library keeps no freed blocks per thread, unless GLIBC_TUNABLES contains glibc.malloc.tcache_count.

@@ -89,10 +89,11 @@ template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
 };
 
 /* -- fragments ---------------------------------------------------------------------------------------------------- */
-/* Addresses for ldmatrix. lane_of_a() returns the byte offset in a tile of this lane's row of A [16, 16]. This is also
- * the offset for B [16, 16] if ldmatrix transposes B. lane_of_bt() returns the offset of this lane's row of B^T [16,
- * 16]. across() returns the address for such an offset in columns k and following. For other rows, the caller adds
- * whole rows to the address. */
+/* Addresses for ldmatrix. Each lane loads one row of a matrix [16, 16] from a tile.
+ *   lane_of_a() returns the row's offset in the tile, in bytes. It is for A, and for B if ldmatrix transposes B.
+ *   lane_of_bt() returns the row's offset for B^T.
+ *   across() returns the address of column k of the row at such an offset. For other rows, the caller adds whole rows
+ *   to the address. */
 template <int DP> DEV int lane_of_a(void)
 {
     int lane = threadIdx.x & 31;

@@ -160,7 +160,7 @@ static int sgd_(ps_call *call)
     return 0;
 }
 
-/* -- sums of squares, and gradients as they are stored ------------------------------------------------------------- */
+/* -- sums of squares of gradients --------------------------------------------------------------------------------- */
 /* Sums the squares of src [numel]. If dst is not NULL, src is also copied to dst, and the stored values are squared
  * instead. Each block sums one unit at a time. */
 struct squares_item { const void *src; void *dst; int64_t numel, first_unit; int src_type, dst_type; };

@@ -441,8 +441,8 @@ int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per
     sim_backend *sim = (sim_backend *)be;
     if (memory_nbytes < 0 || !(h2d_bytes_per_s >= 0) || !(d2h_bytes_per_s >= 0) || isnan(latency_s)
         || latency_s == INFINITY)
-        return ps_fail(PS_EINVAL, "sim cannot have %lld bytes of memory, %g bytes/s in, %g bytes/s out and %g s of "
-                       "latency: memory and rates must not be negative, and the latency must be finite",
+        return ps_fail(PS_EINVAL, "sim: memory (%lld bytes) and the rates (%g and %g bytes/s) must not be negative, "
+                       "and the latency (%g s) must be finite",
                        (long long)memory_nbytes, h2d_bytes_per_s, d2h_bytes_per_s, latency_s);
     if (memory_nbytes && memory_nbytes < sim->handed_out)
         return ps_fail(PS_ESTATE, "sim's memory cannot be reduced to %.1f MiB: %.1f MiB of it are in use",

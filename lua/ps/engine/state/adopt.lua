@@ -81,8 +81,9 @@ end
 function adopt.check_thawed(engine, name)
   local list = engine.param_groups
   if not (list and list.adopted) or list.adopted(name) then return end
-  caller.error(("%s was thawed, but the optimizer that was passed to ps.initialize does not have it, so it would not "
-    .. "be trained: create that optimizer with all parameters that will train, before they are frozen"):format(name))
+  caller.error(("%s was thawed, but the optimizer that was passed to ps.initialize does not have this parameter, so "
+    .. "the parameter would not be trained; first create the optimizer with all parameters, then freeze some"):format(
+    name))
 end
 
 --- Finds all other optimizers that have parameters of this module. Makes their step() raise an error while the engine

@@ -33,9 +33,9 @@ function trained.check(engine)
   end
   for name, param in engine.module:named_parameters() do
     if param:needs_grad() and not known[nn_module.address(param)] then
-      error(("%s is not a parameter of the engine: it was assigned, or replaced by module:to(...) or "
-        .. "model:resize_token_embeddings(...), after ps.initialize, and would not be trained; change the module "
-        .. "before ps.initialize, or write values into its parameters"):format(name), 0)
+      error(("%s is not a parameter of the engine and would not be trained; after ps.initialize, the parameter was "
+        .. "assigned, or module:to(...) or model:resize_token_embeddings(...) replaced it; change the module before "
+        .. "ps.initialize, or write values into its parameters"):format(name), 0)
     end
   end
   seen[engine] = nn_module.changes

@@ -269,8 +269,8 @@ SIMD void several(float *out, const float *x, int64_t M, const ps_packed_matrix 
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Multiplies x by at most `most` rows of the matrix, starting at row n0. Reads these rows as LINES streams of
- * consecutive rows. */
+/* Multiplies x by at most `most` rows of the matrix, starting at row n0. Divides these rows
+ * into LINES groups of consecutive rows, and reads one row of each group at a time. */
 SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, int64_t M, float *c, int64_t n0,
                 int64_t most, int T)
 {

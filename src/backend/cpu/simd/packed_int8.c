@@ -243,8 +243,8 @@ SIMD void fused(float *out, int lines, const ps_int8_part *x, const uint8_t *w, 
     for (int i = 0; i < lines; i++) out[i] = sum_lanes(acc[i]);
 }
 
-/* Multiplies x by at most `most` rows of the matrix, starting at row n0. Reads these rows as LINES streams of
- * consecutive rows. */
+/* Multiplies x by at most `most` rows of the matrix, starting at row n0. Divides these rows
+ * into LINES groups of consecutive rows, and reads one row of each group at a time. */
 SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const ps_int8_part *x, int64_t M, float *c, int64_t n0,
                 int64_t most, int T)
 {
