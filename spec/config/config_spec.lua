@@ -474,11 +474,13 @@ describe("config values", function()
       warmup_linear = "" } do
       local warmup, total = key == "" and "warmup" or "warmup_num_steps", key == "" and "total" or "total_num_steps"
       has(failure { scheduler = { type = name, params = { [warmup] = 9, [total] = 8 } } },
-        ("scheduler.params.%s is 9, more than scheduler.params.%s, 8"):format(warmup, total))
+        ("scheduler.params.%s is 9, so the rate would never decay; it must be at most scheduler.params.%s, which is 8")
+          :format(warmup, total))
       config.read { scheduler = { type = name, params = { [warmup] = 8, [total] = 8 } } }
       if key ~= "" then
         has(failure { scheduler = { type = name, params = { total_num_steps = 8 } } },
-          "scheduler.params.warmup_num_steps is 1000 (its default), more than scheduler.params.total_num_steps, 8")
+          "scheduler.params.warmup_num_steps is 1000 (the default), so the rate would never decay; it must be at most "
+            .. "scheduler.params.total_num_steps, which is 8")
       end
     end
   end)

@@ -295,7 +295,7 @@ describe("a schedule", function()
     assert.matches('sched.get_scheduler: "linear" needs num_training_steps',
       problem(sched.get_scheduler, "linear", adam, 2), 1, true)
     assert.matches("sched.get_scheduler: the name", problem(sched.get_scheduler, "linaer", adam, 2, 9), 1, true)
-    assert.matches("sched.linear: num_warmup_steps is 9, more than num_training_steps, 8",
+    assert.matches("sched.linear: num_warmup_steps is 9; it must be at most num_training_steps, which is 8",
       problem(sched.linear, adam, 9, 8), 1, true)
     assert.matches("sched.polynomial: lr_end is 0.5; it must be less than the optimizer's rate, 0.5",
       problem(sched.polynomial, adam, 1, 8, 0.5), 1, true)
