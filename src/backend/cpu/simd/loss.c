@@ -117,6 +117,12 @@ struct row {
     float block_max[KEEP / BLOCK];    /* for each block, the value m in the stored exponentials e^(x - m) of the
                                        * block */
 };
+/* Returns a sum of exponentials relative to m as a sum relative to `top`. It is not inlined, so that the vectors of the
+ * caller stay in registers. */
+static __attribute__((noinline)) double rescaled(double sum, float m, float top)
+{
+    return sum == 0 ? 0.0 : sum * exp((double)m - top);
+}
 /* Computes the maximum and the sum of a row. Unless `at` is -1, also finds the largest of the elements before element
  * `at`. */
 SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t at, int dtype)
@@ -132,7 +138,7 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t
             w->before = part > m ? part : m;
         }
         if (top > m) {
-            if (w->sum > 0) w->sum *= exp((double)m - top);
+            w->sum = rescaled(w->sum, m, top);
             m = top;
         }
         float base = m == -INFINITY ? 0.0f : m;              /* if all elements so far are -infinity, the exponentials
