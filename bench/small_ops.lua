@@ -6,7 +6,8 @@
 -- time of a call, the best of the rounds. Each op has three sizes. bench/small_ops_lib.lua has the calls. A row of
 -- docs/pytorch.md must have a call or a reason there, otherwise the benchmark raises an error.
 -- psluajit's calls run in scopes, as in a training step. A scope ends after 65,536 elements or 256 calls, and its time
--- is part of the figure. PyTorch frees each result at once.
+-- is part of the figure. PyTorch frees each result at once. The last line is a JSON object with the summary, and with
+-- the calls that take over 3 times as long as PyTorch.
 local cjson = require "cjson"
 local argparse = require "argparse"
 local paths = require "ps.paths"
@@ -173,13 +174,14 @@ end
 os.remove(tasks)
 
 print("| call | elements | psluajit, us | PyTorch, us | of PyTorch's time |\n|---|---|---|---|---|")
-local ratios, small, figures, above = {}, {}, {}, 0
+local ratios, small, figures, slow = {}, {}, {}, {}
 for _, one in ipairs(list) do
   for _, n in ipairs(SIZES) do
     local key = ("%s|%d"):format(one[3], n)
     local ours, theirs = best[1][key], best[2][key]
     local ratio = ours / theirs
-    ratios[#ratios + 1], above = ratio, above + (ratio > 3 and 1 or 0)
+    ratios[#ratios + 1] = ratio
+    if ratio > 3 then slow[#slow + 1] = { call = one[3], elements = n, ratio = ratio } end
     if n == SIZES[1] then small[#small + 1] = ratio end
     figures[#figures + 1] = { op = one[1].op, call = one[3], elements = n, psluajit = ours, pytorch = theirs,
       ratio = ratio }
@@ -195,6 +197,8 @@ if args.json then
 end
 table.sort(ratios)
 table.sort(small)
+local summary = { measurements = #ratios, median = ratios[math.ceil(#ratios / 2)], largest = ratios[#ratios],
+  above_3 = #slow, slow = slow, median_16 = small[math.ceil(#small / 2)], largest_16 = small[#small] }
 print(("\nmedian %.2fx, largest %.2fx, %d of %d above 3x; %d elements: median %.2fx, largest %.2fx"):format(
-  ratios[math.ceil(#ratios / 2)], ratios[#ratios], above, #ratios, SIZES[1], small[math.ceil(#small / 2)],
-  small[#small]))
+  summary.median, summary.largest, #slow, #ratios, SIZES[1], summary.median_16, summary.largest_16))
+print(cjson.encode(summary))

@@ -50,8 +50,8 @@ scale_by_ | Tensor.mul_ | - | used by optimizers: multiplies by a number in devi
 add | add | ps.add, t:add | also a + b
 sub | sub | ps.sub, t:sub | also a - b
 mul | mul | ps.mul, t:mul | also a * b
-div | div | ps.div, t:div | integers are divided as fp32
-pow | pow | ps.pow, t:pow | also a ^ b; integers as fp32
+div | div | ps.div, t:div | integers are divided as fp32 (as fp64 if it is the default)
+pow | pow | ps.pow, t:pow | also a ^ b; integers ^ whole numbers >= 0 are integers, others are fp32
 maximum | maximum | ps.maximum | the second argument may be a number
 minimum | minimum | ps.minimum | the second argument may be a number
 remainder | remainder | ps.remainder, t:remainder | also t % b

@@ -339,11 +339,11 @@ describe("a wrong function", function()
     fails(with(function(_, dy)
       ps.enable_grad(function() ps.autograd.grad((x * x):sum(), x) end)
       return dy
-    end), "a backward walk is under way")
+    end), "a backward is in progress")
     fails(with(function(_, dy)
       ps.enable_grad(function() x:sum():backward() end)
       return dy
-    end), "a backward walk is under way")
+    end), "a backward is in progress")
   end)
 end)
 

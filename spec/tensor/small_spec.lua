@@ -404,7 +404,7 @@ describe("a loss", function()
     fails(function() return F.gaussian_nll_loss(a, a, four) end, "F.gaussian_nll_loss: the variance", "[4]")
     fails(function() return F.mse_loss(a, a:to "ref") end, "F.mse_loss", "cpu and ref")
     fails(function() return F.swiglu(a) end, "F.swiglu takes two tensors", "chunk(2, -1)")
-    fails(function() return F.geglu(a, four) end, "F.geglu: gate is fp32 [2, 3]", "[4]")
+    fails(function() return F.geglu(a, four) end, "F.geglu: 'gate' is fp32 [2, 3]", "[4]")
   end)
 
   it("reads variances without the last dimension as PyTorch does", function()

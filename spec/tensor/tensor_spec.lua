@@ -108,12 +108,32 @@ describe("types", function()
     is({ 1.5, 2.5, 3.5 }, i + 0.5, "fp32")
     is({ 0.5, 1, 1.5 }, i / 2, "fp32")
     is({ -1, -2, -3 }, -i, "int64")
-    is({ 1, 4, 9 }, i ^ 2)
+    is({ 1, 4, 9 }, i ^ 2, "int64")
+    is({ 1, 32, 243 }, i ^ 5, "int64")
+    is({ 1, 1, 1 }, tensor({ 1, 2, 3 }, "int32") ^ 0, "int32")
+    is({ 16785409 }, tensor({ 4097 }, "int64") ^ 2, "int64")                     -- is not a number of fp32
+    is({ 0 }, tensor({ 2 }, "int64") ^ 64, "int64")                              -- wraps around
+    is({ 1, 0.5 }, tensor({ 1, 2 }, "int64") ^ -1, "fp32")
     is({ 254, 255, 0 }, tensor({ 253, 254, 255 }, "uint8") + 1, "uint8")
     is({ 9007199254740992 }, tensor({ 9007199254740991 }, "int64") + 1)
     is({ 2, 1 }, tensor { true, false } + 1, "int64")
     is({ 3, 0 }, tensor { true, false } * 3, "int64")
     is({ 0.5, 0 }, tensor { true, false } * 0.5, "fp32")
+    assert.has_error(function() return -tensor { true } end,
+      "a tensor of bool has no negative; write t:logical_not(), or -t:long()")
+  end)
+
+  it("of integers follows the default type if it is fp64", function()
+    local i, was = tensor({ 3, 1 }, "int64"), ps.set_default_dtype "fp64"
+    local ok, why = pcall(function()
+      for name, x in pairs { ["i / 2"] = i / 2, ["i / i"] = i / i, ["2 / i"] = 2 / i, ["i * 0.5"] = i * 0.5,
+                             ["i ^ 0.5"] = i ^ 0.5, ["i ^ i"] = i ^ i, ["0.5 ^ i"] = ps.pow(0.5, i),
+                             mean = ps.nn.BatchNorm1d(4).running_mean } do
+        assert.equal("fp64", x:dtype(), name)
+      end
+    end)
+    ps.set_default_dtype(was)
+    assert(ok, why)
   end)
 
   it("of floats and scalars stay", function()

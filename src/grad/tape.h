@@ -205,4 +205,10 @@ void weights_release(ps_node *node);
 void weights_unclaim(ps_node *cheap);                /* decrements the number of nodes that will need the output of
                                                       * `cheap` */
 void weights_drop(ps_walk *w);                       /* empties all lists */
+/* Fails with PS_ESTATE, because a walk is active. */
+static inline int ps_fail_walking(void)
+{
+    return ps_fail(PS_ESTATE, "a backward is in progress: hooks and backward functions cannot start another one");
+}
+
 #endif

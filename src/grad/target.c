@@ -112,7 +112,7 @@ int ps_backward_for(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *cons
             if (to[k] == to[i])
                 return ps_fail(PS_EINVAL, "inputs %d and %d are the same tensor; pass it once", k + 1, i + 1);
     }
-    if (ctx->tape.walk && ctx->tape.walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
+    if (ctx->tape.walk && ctx->tape.walk->active) return ps_fail_walking();
     if (!ctx->tape.walk && !(ctx->tape.walk = ps_alloc0(sizeof *ctx->tape.walk)))
         return ps_fail_nomem(sizeof *ctx->tape.walk);
     ps_walk *w = ctx->tape.walk;

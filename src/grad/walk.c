@@ -424,7 +424,7 @@ int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *
                            "(tensors computed within ps.no_grad require none)");
     }
     if (ctx->engine.suspended.on) return ps_fail_suspended("backward");
-    if (ctx->tape.walk && ctx->tape.walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
+    if (ctx->tape.walk && ctx->tape.walk->active) return ps_fail_walking();
     if (!ctx->tape.walk && !(ctx->tape.walk = ps_alloc0(sizeof *ctx->tape.walk)))
         return ps_fail_nomem(sizeof *ctx->tape.walk);
     int enabled = ps_set_grad_enabled(ctx, 0);

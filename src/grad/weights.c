@@ -235,7 +235,7 @@ int ps_backward_weights(ps_ctx *ctx, int64_t *stopped)
     ps_walk *w = ctx->tape.walk;
     if (a->kind != PS_ACT_WEIGHT)
         return ps_fail(PS_ESTATE, "the step's current action is not a backward of weights");
-    if (w && w->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
+    if (w && w->active) return ps_fail_walking();
     weight_list *list = w ? find(w, a) : NULL;
     if (!list)
         return ps_fail(PS_ESTATE, "no weight gradients of micro-batch %d, virtual stage %d were deferred", a->micro,

@@ -15,7 +15,8 @@ local OPTIMIZERS = "there are ps.optim.Adam, AdamW, SGD, Lion, Muon, Adafactor, 
   .. "AdamWBF16, RMSprop, AdamWScheduleFree and Lion8bit"
 local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
 local LAYERS = "write a class with nn.class from the ops in ps.F"
-local PADS = "write F.pad(x, { left, right }, { mode = \"reflect\" }) in forward"
+local PADS = "write F.pad(x, { left, right, top, bottom }, \"reflect\") in forward"
+local ZEROS = "write F.pad(x, { left, right, top, bottom }) in forward"
 local THREE = "there are layers of one and two dimensions"
 local FOURIER = "there is no Fourier transform: a short one is ps.matmul with matrices of cosines and sines"
 local COMPLEX = "there are no complex numbers: keep real and imaginary parts in two tensors; F.rope turns pairs"
@@ -106,9 +107,10 @@ return {
   nn = {
     RNN = RECURRENT, LSTM = RECURRENT, GRU = RECURRENT, RNNCell = RECURRENT, LSTMCell = RECURRENT,
     GRUCell = RECURRENT, functional = "write ps.F",
-    utils = "write nn.clip_grad_norm_(model:parameters(), max_norm), nn.clip_grad_value_(model:parameters(), value)",
+    utils = "write nn.clip_grad_norm_(model:parameters(), max_norm), nn.clip_grad_value_(model:parameters(), value); "
+      .. "weight_norm and spectral_norm are missing: compute the weight in forward",
     ReflectionPad1d = PADS, ReflectionPad2d = PADS, ReplicationPad1d = PADS, ReplicationPad2d = PADS,
-    ConstantPad1d = PADS, ConstantPad2d = PADS, ZeroPad1d = PADS, ZeroPad2d = PADS, Conv3d = THREE,
+    ConstantPad1d = PADS, ConstantPad2d = PADS, ZeroPad1d = ZEROS, ZeroPad2d = ZEROS, Conv3d = THREE,
     MaxPool3d = THREE, AvgPool3d = THREE, BatchNorm3d = THREE, InstanceNorm3d = THREE, Dropout3d = THREE,
     parallel = ENGINE, DataParallel = ENGINE,
     Transformer = "write nn.TransformerEncoder(layer, n) and nn.TransformerDecoder(layer, n)",

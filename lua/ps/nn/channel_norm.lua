@@ -86,7 +86,8 @@ local function init(self, num_features, options, kinds)
     self:param("bias", create.zeros({ num_features }, where))
   end
   if options.track_running_stats == false then return end
-  local dtype = options.dtype == "fp64" and "fp64" or "fp32"
+  local code = options.dtype and native.dtype_code(options.dtype) or create.default_code()
+  local dtype = code == native.C.PS_F64 and "fp64" or "fp32"
   self:buffer("running_mean", create.zeros({ num_features }, { dtype = dtype, device = options.device }))
   self:buffer("running_var", create.ones({ num_features }, { dtype = dtype, device = options.device }))
   self:buffer("num_batches_tracked", create.zeros({}, { dtype = "int64", device = options.device }))

@@ -20,9 +20,13 @@ local M = { methods = T }
 -- An addend of the op affine that changes nothing: x + -0 is x for every x, including +0 and -0.
 local NOTHING = -0.0
 
+-- Returns the code of the type to which an op with a fractional result converts integers: fp32, or fp64 if this is the
+-- default type.
+local function code_of_integers() return create.default_code() == C.PS_F64 and C.PS_F64 or C.PS_F32 end
+
 local function affine(t, alpha, beta)
   if t.dtype_ == C.PS_BOOL then t = t:to("int64") end
-  if not FLOAT[t.dtype_] and (alpha ~= floor(alpha) or beta ~= floor(beta)) then t = t:to("fp32") end
+  if not FLOAT[t.dtype_] and (alpha ~= floor(alpha) or beta ~= floor(beta)) then t = ops.cast(t, code_of_integers()) end
   return ops.affine(t, alpha, beta)
 end
 
@@ -95,9 +99,11 @@ local function mul(a, b)
   return ops.mul(a, b)
 end
 
--- Returns op(a, b) for a number and a tensor. An integer tensor is converted to fp32. The number is not rounded to a
--- half type.
+-- Returns op(a, b) for a number and a tensor. An integer tensor is converted to fp32, or to fp64 if this is the default
+-- type. The number is not rounded to a half type.
 local function with_number(op, a, b)
+  if is_tensor(a) and not FLOAT[a.dtype_] then a = ops.cast(a, code_of_integers()) end
+  if is_tensor(b) and not FLOAT[b.dtype_] then b = ops.cast(b, code_of_integers()) end
   local t = type(a) == "number" and b or a
   local narrow = t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16
   local dtype = t.dtype_ == C.PS_F64 and C.PS_F64 or C.PS_F32
@@ -115,7 +121,15 @@ local function is_power_of_2(x)
   return bits.half.low == 0 and bit.band(bits.half.high, 0xfffff) == 0
 end
 
---- Returns a / b, elementwise. Shapes broadcast. Integers are converted to fp32 first.
+-- Converts a to fp64 if a and b have integers and fp64 is the default type. Otherwise, an op converts them to fp32.
+local function widened_integers(a, b)
+  if is_tensor(a) and is_tensor(b) and not FLOAT[a.dtype_] and not FLOAT[b.dtype_] and
+    create.default_code() == C.PS_F64 then return ops.cast(a, C.PS_F64) end
+  return a
+end
+
+--- Returns a / b, elementwise. Shapes broadcast. Integers are converted to fp32 first, or to fp64 if this is the
+--- default type.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@param rounding? nil PyTorch's rounding_mode, which is rejected
@@ -134,21 +148,43 @@ local function div(a, b, rounding)
     return with_number(ops.div, a, b)
   end
   if type(a) == "number" then return with_number(ops.div, a, (autocast.full(b))) end
-  return ops.div(a, b)
+  return ops.div(widened_integers(a, b), b)
 end
---- Returns a to the power b, elementwise. Shapes broadcast. Integers are converted to fp32 first.
+
+-- Returns a tensor of integers to the power n >= 0. Products wrap around, as in PyTorch.
+local function integer_power(t, n)
+  local y
+  while n > 0 do
+    if n % 2 == 1 then y = y and ops.mul(y, t) or t end
+    n = floor(n / 2)
+    if n > 0 then t = ops.mul(t, t) end
+  end
+  return y and ops.contiguous(y) or create.full(t:shape(), 1, { dtype = t:dtype(), device = t:device() })
+end
+
+--- Returns a to the power b, elementwise. Shapes broadcast. If a has integers and b is a whole number from 0 to 2^53,
+--- the result has a's type. Other integers are converted to fp32 first, or to fp64 if this is the default type.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@return ps.Tensor
 local function pow(a, b)
-  if type(b) == "number" then return ops.pow_scalar(a, b) end
+  if type(b) == "number" then
+    if is_tensor(a) and not FLOAT[a.dtype_] then
+      if a.dtype_ ~= C.PS_BOOL and b >= 0 and b <= 2 ^ 53 and b % 1 == 0 then return integer_power(a, b) end
+      a = ops.cast(a, code_of_integers())
+    end
+    return ops.pow_scalar(a, b)
+  end
   if type(a) == "number" then return with_number(ops.pow, a, (autocast.full(b))) end
-  return ops.pow(a, b)
+  return ops.pow(widened_integers(a, b), b)
 end
 T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
---- Returns -t.
+--- Returns -t. Raises an error if t is a tensor of bool, as PyTorch does.
 ---@return ps.Tensor
-function T:neg() return affine(self, -1, NOTHING) end
+function T:neg()
+  if self.dtype_ == C.PS_BOOL then error("a tensor of bool has no negative; write t:logical_not(), or -t:long()") end
+  return affine(self, -1, NOTHING)
+end
 local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 } }
 local INT64_END = 2 ^ 63
 for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "logical_and", "logical_or" } do
