@@ -49,7 +49,7 @@ describe("definitions", function()
       end
     end
     assert(n > 400, n)
-    assert.matches("---@param shape integer[] sizes, at most 8", text, 1, true)
+    assert.matches("---@param shape integer[] at most 8 sizes", text, 1, true)
     assert.matches("---@param options? {dtype?: string, device?: string, requires_grad?: boolean}\n", text, 1, true)
     assert.matches("\n---@return ps.Tensor # [ceil((stop - start) / step)]\nfunction ps.arange(start, stop, step, "
       .. "options) end\n", text, 1, true)

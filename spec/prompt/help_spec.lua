@@ -25,7 +25,7 @@ describe("help", function()
     has(help.text(nn.Linear), "Linear(inputs, outputs, options?)", "y = x weight^T + bias")
     assert.equal(help.text(nn.Linear), help.text(nn.Linear(2, 3)))
     assert.equal(help.text(nn.Linear), help.text "Linear")
-    has(help.text(ps.inspect), "inspect_model", "Returns statistics of a model's parameters.")
+    has(help.text(ps.inspect), "inspect_model", "Returns statistics of a model's parameters and of their gradients.")
     has(help.text(ps.zeros { 2 }), "fp32 [2] on cpu", "softmax")
     local Own = nn.class("Own")
     function Own:forward(x) return x end
