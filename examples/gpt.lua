@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a GPT (Radford et al. 2019) with rotary positions to continue rows of digits. Adjacent digits of a row have a
--- constant difference modulo 10. Writes a picture. Each of its rows shows three given digits, followed by the digits
--- that the model generates.
+-- constant difference modulo 10. Writes a picture: each row has three given digits, then the digits of the model.
 --   psluajit gpt.lua --layout chunks                                        also plain
 --   psluajit launch.lua --nproc-per-node 2 gpt.lua --layout pipeline        also zero, tensor (layout.lua)
 local ps = require "ps"
@@ -11,8 +10,7 @@ local nn, F = ps.nn, ps.F
 
 local LENGTH, GIVEN = 10, 3  -- LENGTH: number of digits in a row. GIVEN: number of digits in the prompt
 
--- Returns rows of digits [n, LENGTH], and for each digit the digit that follows it. Each row is an arithmetic sequence
--- modulo 10.
+-- Returns rows of digits [n, LENGTH], which are arithmetic sequences modulo 10, and the next digit of each digit.
 local function batch(n)
   local row = ps.randint(0, 10, { n, 1 }) + ps.randint(0, 10, { n, 1 }) * ps.arange(LENGTH + 1)
   row = row - (row:double() / 10):floor():long() * 10
@@ -72,8 +70,7 @@ ps.manual_seed(1)
 run:initialize(function() return GPT(32, 2, 4) end, batch(8))
 run:train(batch)
 local given = batch(6)
-for place = GIVEN, LENGTH - 1 do                             -- fills each position with the likeliest digit, one
-                                                             -- position after another
+for place = GIVEN, LENGTH - 1 do                             -- fills one position after another
   given.from:select(1, place):copy_(run:output(given, "logits"):argmax(-1):select(1, place - 1))
 end
 if ps.rank() == 0 then

@@ -1,16 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a mixture of experts to draw waves from coordinates. A router sends each point to one expert. Each expert has
--- slots for a limited number of points. A second loss makes the router send similar numbers of points to all experts
--- (Fedus et al. 2021, "Switch Transformers"). Writes a picture with the true value of each point, the value that the
--- model computes, and the point's expert.
+-- Trains a mixture of experts to draw waves from coordinates. A router sends each point to one expert, which has slots
+-- for a limited number of points. A second loss keeps the experts equally busy (Fedus et al. 2021, "Switch
+-- Transformers"). Writes a picture: the true value of each point, the model's value, and the point's expert.
 --   psluajit moe.lua --layout chunks                                    also plain
 --   psluajit launch.lua --nproc-per-node 2 moe.lua --layout pipeline    also zero, tensor (layout.lua)
 local ps = require "ps"
 local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
--- Returns the values at points [n, 2] in the square from -1 to 1. The wavelength is different in each quarter of the
--- square.
+-- Returns the values at points [n, 2] in the square from -1 to 1. Each quarter of the square has its own wavelength.
 local function value(at)
   local x, y = at:narrow(1, 0, 1), at:narrow(1, 1, 1)
   return ps.where(x:gt(0), (9 * x):sin() * (3 * y):cos(), (3 * x + 9 * F.relu(y)):sin())
@@ -27,8 +25,7 @@ function Mixture:init(width, experts)
   self.norm, self.router, self.experts = nn.LayerNorm(width), nn.Linear(width, experts), nn.ModuleList()
   for _ = 1, experts do self.experts:append(Expert(width)) end
 end
--- Returns three values: x [n, width] plus the results of the experts, the load-balancing loss, and the expert of each
--- row.
+-- Returns x [n, width] plus the results of the experts, the load-balancing loss, and the expert of each row.
 function Mixture:forward(x)
   local h, n, E = self.norm(x), x:size(0), self.experts.length
   local room = math.ceil(1.25 * n / E)
@@ -37,8 +34,7 @@ function Mixture:forward(x)
   local chosen = ps.one_hot(expert, E):to "fp32"
   -- position of each row among the rows of the same expert
   local place = (chosen:cumsum(0) * chosen):sum(-1):long() - 1
-  local slots = ps.one_hot(place:clamp(0, room), room + 1):narrow(1, 0, room):to "fp32"            -- rows without a
-                                                                                                   -- slot get zeros
+  local slots = ps.one_hot(place:clamp(0, room), room + 1):narrow(1, 0, room):to "fp32"            -- others get none
   local y = 0
   for e, one in self.experts:each() do
     local send = chosen:narrow(1, e, 1) * slots                                                   -- [n, room]
