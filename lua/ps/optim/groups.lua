@@ -351,8 +351,8 @@ local function refuse_setting(optimizer, key)
   for number, group in ipairs(rawget(optimizer, "groups") or {}) do
     for _, setting in ipairs(groups.settings(group)) do
       if setting == name then
-        error(("optimizer.%s does not exist, since settings belong to groups; write optimizer.param_groups[%d].%s"):format(
-          key, number, name))
+        error(("optimizer.%s does not exist, since settings belong to groups; write "
+          .. "optimizer.param_groups[%d].%s"):format(key, number, name))
       end
     end
   end
