@@ -48,8 +48,8 @@ local KINDS = {
   mixed = { bytes = 28, param = "bf16", grad = "param" },
 }
 
---- Returns the list of tensors for adam_. For each parameter, the list contains param, master, grad, m and v. The sizes
---- of the parameters differ, as in a model.
+--- Returns the list of tensors for adam_. For each parameter, the list contains param, master, grad, m and v. As in a
+--- model, parameters have different sizes.
 local function state(kind)
   local list, left = {}, args.params
   for i = 1, args.tensors do

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Computes a lower bound of the number of bytes that any policy moves in a step that is repeated. The bound is the
--- solution of a linear program, which glpsol solves (Debian: glpk-utils). A gap is the time between two successive uses
--- of a chunk. For each gap, the program has a variable in [0, 1]: the share of the chunk that stays in memory during
+-- solution of a linear program, which glpsol solves (Debian: glpk-utils). A chunk has a gap between each two successive
+-- uses. For each gap, the program has a variable in [0, 1]. It is the share of the chunk that stays in memory during
 -- the gap. At each moment, the shares that stay and the chunks in use must fit into the capacity. The share that does
 -- not stay must be read again. Between two writes of the chunk, this share must also be written back once. The model
 -- includes the sizes of chunks, writing back, and gaps that extend over the end of the step. The model ignores that

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The section `checkpoint` of bench/dist.lua. Every rank trains a small GPT-2 with AdamW and saves `rounds` times in
--- the background to --folder. Each rank has the whole model and saves its share of the checkpoint. To measure the rate
--- of the disk, all ranks also write plain files of the same size between the saves. They write these files at the same
--- time, with O_DIRECT and fsync. Prints JSON with medians of the rounds:
+-- the background to --folder. Each rank has the whole model and saves its share of the checkpoint. The benchmark also
+-- measures the rate of the disk: between the saves, all ranks write plain files of the same size at the same time, with
+-- O_DIRECT and fsync. Prints JSON with medians of the rounds:
 --   step_s               seconds per step while nothing is saved
 --   stall_s              the time that training waits in checkpoint.save and, on rank 0, for the commit between two
 --                        steps

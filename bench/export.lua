@@ -23,8 +23,8 @@ local args = command_line.parse(parser)
 local ps = require "ps"
 local merge_folder = require "ps.lora.merge_folder"
 local quote = require("bench.process_lib").quote
-local BLOCK, PROBED = 8 * 2 ^ 20, 2 ^ 31                   -- BLOCK: number of bytes per read or write; PROBED: number
-                                                           -- of bytes that dd reads and writes
+-- BLOCK: size of a read or a write in bytes. PROBED: size of dd's test file in bytes
+local BLOCK, PROBED = 8 * 2 ^ 20, 2 ^ 31
 
 local files, bytes_read, largest = {}, 0, 0
 for name in lfs.dir(args.folder) do

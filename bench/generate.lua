@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/generate.lua DIR --ids "1 2 3" --max-new 20 [--num-beams 3] [--json]: continues prompts with the model
--- of a folder in Hugging Face's format, by greedy search or beam search. Prints the ids of each sequence (prompt and
--- continuation) and the tokens per second. --ids can be given several times, with prompts of different lengths.
+-- psluajit bench/generate.lua DIR --ids "1 2 3" --max-new 20 [--num-beams 3] [--json]: continues prompts. The model
+-- is a folder in Hugging Face's format. The search is greedy, or a beam search. Prints the ids of each sequence (prompt
+-- and continuation) and the tokens per second. --ids can be given several times, with prompts of different lengths.
 --   --json             prints one object with ids, tokens_per_s and seconds
 --   --rounds N         uses the fastest of N runs
 --   --keep-quantized   the weights of a GGUF file stay packed, and products use the packed weights

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Counts the instructions of each line of C, with valgrind's callgrind. The program must be built with -g. Instructions
--- of an inlined function are counted for the lines of this function.
+-- Counts the instructions of each line of C, with valgrind's callgrind. The program must be built with -g. If a
+-- function is inlined, its instructions count for its own lines.
 local paths = require "ps.paths"
 
 local lib = {}

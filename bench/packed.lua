@@ -4,8 +4,8 @@
 -- input_ids [R, T] and segment_ids [R, T], both int32. Adjacent positions with the same nonzero segment id are one
 -- sequence. Segment id 0 is padding. Position ids begin again at 0 in each sequence.
 -- The results are written to IN.out.safetensors. losses [R, T]: element [r, t] is the loss of row r for predicting
--- token t + 1 at position t. The loss is 0 at the last position of a sequence and at padding. grad.NAME: the gradients
--- of the sum of all losses, with the names and shapes of the tensors in the folder's files.
+-- token t + 1 at position t. The loss is 0 at the last position of a sequence and at padding. grad.NAME: the gradient
+-- of the sum of all losses with respect to tensor NAME of the folder's files, in that tensor's shape.
 -- With --one-by-one, each sequence is a batch of its own, for comparisons.
 -- If the folder is not supported, the exit status is 2, and the first line of stderr is `refused: FIELD = VALUE: why`.
 local ps = require "ps"

@@ -70,8 +70,8 @@ local function call_of(ps, case, n, backward)
   end
 end
 
--- Returns the processor time of a call in seconds, in the best of several runs of about 1 ms each. Each call has a loop
--- of its own, as in a script, because LuaJIT compiles a loop for the first function that is called in it.
+-- Returns the processor time of a call in seconds. Several runs take about 1 ms each, and the best run counts. LuaJIT
+-- compiles a loop for the first function that the loop calls, so each call has its own loop, as in a script.
 local function seconds_of(call, ps, elements)
   local per_scope = math.min(256, SIZES[#SIZES] / elements)
   local calls = loadstring "local call, n = ... return function() for _ = 1, n do call() end end" (call, per_scope)

@@ -10,8 +10,8 @@
 --   - claims to be rank 1
 --   - stops within a message
 --   - reports a fault with terminal escapes
--- Prints one JSON line: the seconds until rank 1 joined, whether the losses of both runs have the same bits, the number
--- of strangers, and whether any text of the strangers was printed.
+-- Prints one JSON line with these fields: the seconds until rank 1 joined; true if the losses of both runs have the
+-- same bits; how many strangers connected; true if psluajit printed any text that a stranger sent.
 local ffi = require "ffi"
 local paths = require "ps.paths"
 local command_line = require "ps.core.command_line"

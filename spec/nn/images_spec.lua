@@ -108,6 +108,8 @@ describe("pooling, padding and interpolation", function()
     lib.is({ { { 0, 0, 1, 1 } } }, F.interpolate(lib.count(1, 1, 2), { scale_factor = 2 }))
     lib.is({ { { 0, 0.25, 0.75, 1 } } }, F.interpolate(lib.count(1, 1, 2), { size = 4, mode = "linear" }))
     lib.is({ { { { 7.5 } } } }, F.adaptive_avg_pool2d(x, 1))
+    lib.is({ { { 0.5, 2.5, 4.5 } } }, F.adaptive_avg_pool1d(lib.count(1, 1, 6), 3))
+    lib.is({ { 0.5, 2, 3.5 } }, F.adaptive_avg_pool1d(lib.count(1, 5), 3))      -- windows overlap
     assert.same({ 3, 20 }, nn.Flatten()(image(3, 4, 5)):shape())
   end)
 
@@ -120,6 +122,7 @@ describe("pooling, padding and interpolation", function()
     fails(function() F.avg_pool2d(x, 2, { divisor_override = 0 }) end, "divisor_override is 0")
     fails(function() F.avg_pool1d(x, 2) end, "not a tensor of 4 dimensions")
     fails(function() F.adaptive_avg_pool2d(x, 0) end, "output's size is 0", "from 1 on")
+    fails(function() F.adaptive_avg_pool1d(image(1, 2, 5), 2.5) end, "F.adaptive_avg_pool1d", "output's size is 2.5")
     fails(function() F.pad(x, { 1 }) end, "the padding has 1 numbers")
     fails(function() F.pad(x, { 4, 0 }, "reflect") end, "padding 4 along the width by reflection is too large; it can "
       .. "be at most 3")

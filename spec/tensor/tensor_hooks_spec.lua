@@ -20,6 +20,14 @@ describe("a hook of a tensor", function()
     assert.same({ 16, 16 }, x:grad():tolist())
   end)
 
+  it("runs during the backward if an op computed its tensor, and after the backward if the tensor is a leaf", function()
+    local a, b, order = leaf { 1 }, leaf { 1 }, {}
+    local h = a * 2
+    for name, t in pairs { leaf = b, computed = h } do t:register_hook(function() order[#order + 1] = name end) end
+    (h * b):sum():backward()                                 -- b's gradient is complete before h's
+    assert.same({ "computed", "leaf" }, order)
+  end)
+
   it("replaces the gradient, one hook after another", function()
     local x = leaf { 1, 2 }
     local y = x * 2

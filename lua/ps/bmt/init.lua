@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- require "ps.bmt" returns BMTrain's API for training scripts (docs/bmtrain.md). The API is implemented with the engine
--- of ps.initialize.
+-- require "ps.bmt" returns BMTrain's API for training scripts (docs/bmtrain.md). The API uses the engine that
+-- ps.initialize makes.
 --
 --   local bmt = require "ps.bmt"
 --   bmt.init_distributed { seed = 0 }

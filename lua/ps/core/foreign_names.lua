@@ -15,8 +15,15 @@ local OPTIMIZERS = "there are ps.optim.Adam, AdamW, SGD, Lion, Muon, Adafactor, 
   .. "AdamWBF16, RMSprop, AdamWScheduleFree and Lion8bit"
 local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
 local LAYERS = "write a class with nn.class from the ops in ps.F"
-local PADS = "write F.pad(x, { left, right, top, bottom }, \"reflect\") in forward"
-local ZEROS = "write F.pad(x, { left, right, top, bottom }) in forward"
+-- Returns the hints for the layers of one and two dimensions that pad with a mode of F.pad.
+local function pads(mode)
+  return ("write F.pad(x, { left, right }, %s) in forward"):format(mode),
+    ("write F.pad(x, { left, right, top, bottom }, %s) in forward"):format(mode)
+end
+local REFLECT_1, REFLECT_2 = pads "\"reflect\""
+local REPLICATE_1, REPLICATE_2 = pads "\"replicate\""
+local CONSTANT_1, CONSTANT_2 = pads "\"constant\", value"
+local ZERO_1, ZERO_2 = pads "\"constant\", 0"
 local THREE = "there are layers of one and two dimensions"
 local FOURIER = "there is no Fourier transform: a short one is ps.matmul with matrices of cosines and sines"
 local COMPLEX = "there are no complex numbers: keep real and imaginary parts in two tensors; F.rope turns pairs"
@@ -109,8 +116,9 @@ return {
     GRUCell = RECURRENT, functional = "write ps.F",
     utils = "write nn.clip_grad_norm_(model:parameters(), max_norm), nn.clip_grad_value_(model:parameters(), value); "
       .. "weight_norm and spectral_norm are missing: compute the weight in forward",
-    ReflectionPad1d = PADS, ReflectionPad2d = PADS, ReplicationPad1d = PADS, ReplicationPad2d = PADS,
-    ConstantPad1d = PADS, ConstantPad2d = PADS, ZeroPad1d = ZEROS, ZeroPad2d = ZEROS, Conv3d = THREE,
+    ReflectionPad1d = REFLECT_1, ReflectionPad2d = REFLECT_2, ReplicationPad1d = REPLICATE_1,
+    ReplicationPad2d = REPLICATE_2, ConstantPad1d = CONSTANT_1, ConstantPad2d = CONSTANT_2, ZeroPad1d = ZERO_1,
+    ZeroPad2d = ZERO_2, Conv3d = THREE,
     MaxPool3d = THREE, AvgPool3d = THREE, BatchNorm3d = THREE, InstanceNorm3d = THREE, Dropout3d = THREE,
     parallel = ENGINE, DataParallel = ENGINE,
     Transformer = "write nn.TransformerEncoder(layer, n) and nn.TransformerDecoder(layer, n)",

@@ -233,7 +233,7 @@ local AVG_POOL = { stride = "whole|table", padding = "whole|table", ceil_mode = 
   count_include_pad = "boolean", divisor_override = "whole" }
 local KIND = { windows = 0, adaptive = 1, nearest = 2, linear = 3, reflect = 4, replicate = 5, circular = 6 }
 local NONE, ONE, ZEROS = { 0, 0 }, { 1, 1 }, { 0, 0, 0, 0 }
-local IMAGE_DIMS = 12                                         -- the bits of dimensions 2 and 3
+local LAST_OF_5 = 2 ^ 4                                       -- the bit of the last of five dimensions
 
 local function avg_pool(x, kernel, options, n, call)
   options = caller.options(options, call, AVG_POOL)
@@ -279,15 +279,12 @@ local function size_of(x, size, n, call)
 end
 
 local function adaptive_avg(x, size, n, call)
-  if n == 1 and scope.is_tensor(x) and x:is_float() and type(size) == "number" and (x.ndim == 3 or x.ndim == 2) and
-    x.numel_ > 0 and size >= 1 and x:size(-1) % size == 0 then              -- equal windows: faster
-    return ops.mean(x:unflatten(-1, { size, -1 }), 2 ^ x.ndim, 0)
-  end
   local single
   x, single = image(x, n, call)
-  local out = size_of(x, size, n, call)
-  if out[1] == 1 and out[2] == 1 and x.numel_ > 0 and x:is_float() then         -- faster
-    return back(ops.mean(x, IMAGE_DIMS, 1), n, single)
+  local out, H, W = size_of(x, size, n, call), x:size(2), x:size(3)
+  if out[1] == 1 and (H == 1 or out[2] == 1) and W % out[2] == 0 and x.numel_ > 0 and x:is_float() then
+    -- Windows of equal size, each of which is one range of memory. A mean is faster than the op for all sizes.
+    return back(ops.mean(x:reshape(x:size(0), x:size(1), 1, out[2], -1), LAST_OF_5, 0), n, single)
   end
   return back(ops.resample(x, KIND.adaptive, 0, out, ONE, ONE, ZEROS, 0, NONE, 0), n, single)
 end

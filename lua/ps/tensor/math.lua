@@ -20,13 +20,15 @@ local M = { methods = T }
 -- An addend of the op affine that changes nothing: x + -0 is x for every x, including +0 and -0.
 local NOTHING = -0.0
 
--- Returns the code of the type to which an op with a fractional result converts integers: fp32, or fp64 if this is the
--- default type.
-local function code_of_integers() return create.default_code() == C.PS_F64 and C.PS_F64 or C.PS_F32 end
+-- Returns t, or a tensor of integers as floats: as fp64 if this is the default type, otherwise as fp32.
+local function as_float(t)
+  if FLOAT[t.dtype_] then return t end
+  return ops.cast(t, create.default_code() == C.PS_F64 and C.PS_F64 or C.PS_F32)
+end
 
 local function affine(t, alpha, beta)
   if t.dtype_ == C.PS_BOOL then t = t:to("int64") end
-  if not FLOAT[t.dtype_] and (alpha ~= floor(alpha) or beta ~= floor(beta)) then t = ops.cast(t, code_of_integers()) end
+  if alpha ~= floor(alpha) or beta ~= floor(beta) then t = as_float(t) end
   return ops.affine(t, alpha, beta)
 end
 
@@ -102,8 +104,7 @@ end
 -- Returns op(a, b) for a number and a tensor. An integer tensor is converted to fp32, or to fp64 if this is the default
 -- type. The number is not rounded to a half type.
 local function with_number(op, a, b)
-  if is_tensor(a) and not FLOAT[a.dtype_] then a = ops.cast(a, code_of_integers()) end
-  if is_tensor(b) and not FLOAT[b.dtype_] then b = ops.cast(b, code_of_integers()) end
+  if is_tensor(a) then a = as_float(a) else b = as_float(b) end
   local t = type(a) == "number" and b or a
   local narrow = t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16
   local dtype = t.dtype_ == C.PS_F64 and C.PS_F64 or C.PS_F32
@@ -121,10 +122,9 @@ local function is_power_of_2(x)
   return bits.half.low == 0 and bit.band(bits.half.high, 0xfffff) == 0
 end
 
--- Converts a to fp64 if a and b have integers and fp64 is the default type. Otherwise, an op converts them to fp32.
-local function widened_integers(a, b)
-  if is_tensor(a) and is_tensor(b) and not FLOAT[a.dtype_] and not FLOAT[b.dtype_] and
-    create.default_code() == C.PS_F64 then return ops.cast(a, C.PS_F64) end
+-- Returns a, which is converted to floats if both a and b have integers. The op then converts b.
+local function first_as_float(a, b)
+  if is_tensor(a) and is_tensor(b) and not FLOAT[b.dtype_] then return as_float(a) end
   return a
 end
 
@@ -148,18 +148,15 @@ local function div(a, b, rounding)
     return with_number(ops.div, a, b)
   end
   if type(a) == "number" then return with_number(ops.div, a, (autocast.full(b))) end
-  return ops.div(widened_integers(a, b), b)
+  return ops.div(first_as_float(a, b), b)
 end
 
--- Returns a tensor of integers to the power n >= 0. Products wrap around, as in PyTorch.
+-- Returns a tensor of integers to the power n >= 0, by repeated squaring. Products wrap around, as in PyTorch.
 local function integer_power(t, n)
-  local y
-  while n > 0 do
-    if n % 2 == 1 then y = y and ops.mul(y, t) or t end
-    n = floor(n / 2)
-    if n > 0 then t = ops.mul(t, t) end
-  end
-  return y and ops.contiguous(y) or create.full(t:shape(), 1, { dtype = t:dtype(), device = t:device() })
+  if n == 0 then return create.full(t:shape(), 1, { dtype = t:dtype(), device = t:device() }) end
+  if n == 1 then return ops.contiguous(t) end
+  local y = integer_power(ops.mul(t, t), floor(n / 2))
+  return n % 2 == 1 and ops.mul(y, t) or y
 end
 
 --- Returns a to the power b, elementwise. Shapes broadcast. If a has integers and b is a whole number from 0 to 2^53,
@@ -169,14 +166,12 @@ end
 ---@return ps.Tensor
 local function pow(a, b)
   if type(b) == "number" then
-    if is_tensor(a) and not FLOAT[a.dtype_] then
-      if a.dtype_ ~= C.PS_BOOL and b >= 0 and b <= 2 ^ 53 and b % 1 == 0 then return integer_power(a, b) end
-      a = ops.cast(a, code_of_integers())
-    end
-    return ops.pow_scalar(a, b)
+    if FLOAT[a.dtype_] then return ops.pow_scalar(a, b) end
+    if a.dtype_ ~= C.PS_BOOL and b >= 0 and b <= 2 ^ 53 and b % 1 == 0 then return integer_power(a, b) end
+    return ops.pow_scalar(as_float(a), b)
   end
   if type(a) == "number" then return with_number(ops.pow, a, (autocast.full(b))) end
-  return ops.pow(widened_integers(a, b), b)
+  return ops.pow(first_as_float(a, b), b)
 end
 T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
 --- Returns -t. Raises an error if t is a tensor of bool, as PyTorch does.

@@ -245,11 +245,13 @@ static int uniform_(ps_call *call)
         float u[VL], f[VL];
         uint16_t rounded[VL];
         vf_store(u, vu_unit(vu_philox_run(seed, offset + (uint64_t)i, 0).v[0]));
-        for (int j = 0; dtype == PS_F64 && j < n; j++) {
-            double d = low + range * (double)u[j];
-            ((double *)x->data)[i + j] = d >= high ? low : d;
+        if (dtype == PS_F64) {
+            for (int j = 0; j < n; j++) {
+                double d = low + range * (double)u[j];
+                ((double *)x->data)[i + j] = d >= high ? low : d;
+            }
+            continue;
         }
-        if (dtype == PS_F64) continue;
         for (int j = 0; j < VL; j++) f[j] = (float)(low + range * (double)u[j]);
         vf v = vf_load(f);
         if (dtype != PS_F32) {

@@ -709,6 +709,13 @@ static void wide_few(const char *row, int64_t n, int dtype, int k, wide *few)
     }
 }
 
+/* Sorts the keys of a row in ascending order. `list` has room for 2 n entries, and contains the result. */
+static const wide *wide_all(const char *row, int64_t n, int dtype, wide *list)
+{
+    for (int64_t i = 0; i < n; i++) list[i] = (wide){ wide_key(row, i, dtype), i };
+    return sort_wide(list, list + n, n);
+}
+
 static int topk_wide(ps_call *call, int k)
 {
     const ps_view *x = &call->in[0], *values = &call->out[0], *indices = &call->out[1];
@@ -716,17 +723,16 @@ static int topk_wide(ps_call *call, int k)
     plan p;
     PS_TRY(plan_make(call, x, 1u << (x->ndim - 1), true, &p));
     bool is_few = k <= INSERTED;
-    wide *lists = scratch(call, (is_few ? 1 : 2 * p.rows * p.n) * (int64_t)sizeof *lists);
-    if (!lists) return PS_ENOMEM;
+    wide *lists = is_few ? NULL : scratch(call, 2 * p.rows * p.n * (int64_t)sizeof *lists);
+    if (!is_few && !lists) return PS_ENOMEM;
     if (call->dry) return PS_OK;
 #pragma omp parallel for schedule(static) if (p.rows * p.n >= PS_PAR_MIN)
     for (int64_t r = 0; r < p.rows; r++) {
-        wide few[INSERTED], *own = is_few ? few : lists + 2 * r * p.n;
+        wide few[INSERTED];
         const wide *sorted_row = few;
         const char *row = plan_row(&p, r);
         if (is_few) wide_few(row, p.n, x->dtype, k, few);
-        for (int64_t i = 0; !is_few && i < p.n; i++) own[i] = (wide){ wide_key(row, i, x->dtype), i };
-        if (!is_few) sorted_row = sort_wide(own, own + p.n, p.n);
+        else sorted_row = wide_all(row, p.n, x->dtype, lists + 2 * r * p.n);
         char *to = (char *)values->data + r * k * size;
         for (int64_t j = 0; j < k; j++) {
             int64_t at = sorted_row[j].place;

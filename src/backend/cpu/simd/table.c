@@ -412,6 +412,7 @@ SIMD vf chosen_lanes(vf a, vf b, bool largest)
     vf most = largest ? vf_select(a > b, a, b) : vf_select(a > b, b, a);
     return vf_select((a == a) & (b == b), most, vf_set(NAN));
 }
+/* Like chosen_lanes, for one number. */
 static inline float chosen(float a, float b, bool largest)
 {
     if (a != a || b != b) return NAN;
