@@ -160,8 +160,11 @@ def adafactor(d):
                    "eps": (ours["eps1"], ours["eps2"]), "scale_parameter": ours["scale_parameter"],
                    "relative_step": ours.get("relative_step", False), "warmup_init": ours.get("warmup_init", False)}
     params = [Input(d.values(s, dtype, -2, 2)) for s in shapes]
-    grads = [Input(d.values([steps] + s, dtype, -1, 1)) for s in shapes]
+    values = [d.values([steps] + s, dtype, -1, 1) for s in shapes]
     count, reload_at = len(shapes), d.int(0, steps - 1) if dtype == "fp32" else -1     # PyTorch's form has no masters
+    if d.chance(0.15):                                     # an infinite gradient, or NaN, spreads as in the references
+        values[0][d.int(0, steps - 1)].reshape(-1)[0] = d.choice(math.inf, -math.inf, math.nan)
+    grads = [Input(v) for v in values]
     names = ", ".join("x[%d]" % (i + 1) for i in range(count))
     make = "ps.optim.%s({ %s }, %s)" % (kind, names, lua(ours))
     code = ("for i = 1, %d do x[i]:requires_grad(true) end local opt = %s for s = 0, %d do for i = 1, %d do "

@@ -110,16 +110,33 @@ static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
 
 /* Returns the step size of Adafactor. `rms` is the root mean square of the parameter. If `hugging_face` is true, the
  * rule of Hugging Face's transformers applies. This rule depends on the three last parameters, and uses lr only if
- * relative_step is false. If `hugging_face` is false, PyTorch's rule applies. */
+ * relative_step is false. If `hugging_face` is false, PyTorch's rule applies. If `rms` is NaN, eps2 is used in its
+ * place, as in both. */
 PS_BOTH double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
                                  bool scale_parameter, bool relative_step, bool warmup_init)
 {
-    double t = (double)step, scale = eps2 > rms ? eps2 : rms, root = 1 / sqrt(t);
+    double t = (double)step, scale = rms > eps2 ? rms : eps2, root = 1 / sqrt(t);
     if (!hugging_face) return scale * (lr < root ? lr : root);
     if (relative_step) {
         double most = warmup_init ? 1e-6 * t : 1e-2;
         lr = most < root ? most : root;
     }
     return lr * (scale_parameter ? scale : 1);
+}
+
+/* Returns the average of Adafactor after an update: (1 - take) * old + take * mean. PyTorch's rule is torch.lerp, which
+ * gives NaN if `mean` is infinite and take >= 0.5, or if `old` is infinite. */
+static inline double ps_adafactor_average(double old, double mean, double take, bool hugging_face)
+{
+    if (hugging_face) return (1 - take) * old + take * mean;
+    return take < 0.5 ? old + take * (mean - old) : mean - (1 - take) * (mean - old);
+}
+
+/* Returns the number by which Adafactor divides an update whose root mean square is `rms` times the threshold. It is at
+ * least 1. If `rms` is NaN, Hugging Face's rule returns NaN, and PyTorch's rule returns 1. */
+PS_BOTH double ps_adafactor_divisor(double rms, bool hugging_face)
+{
+    if (hugging_face) return rms < 1 ? 1 : rms;
+    return rms > 1 ? rms : 1;
 }
 #endif

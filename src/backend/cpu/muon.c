@@ -297,7 +297,7 @@ static float factored_update(const factored *f, int64_t row, int64_t c)
     float var;
     if (f->matrix) {
         double mean = f->row_mean[b];
-        var = (float)(rows[row] / (a->hugging_face || mean > a->eps1 ? mean : a->eps1)) * cols[b * f->C + c];
+        var = (float)(rows[row] / (!a->hugging_face && mean < a->eps1 ? a->eps1 : mean)) * cols[b * f->C + c];
     } else {
         var = rows[c];
     }
@@ -306,19 +306,21 @@ static float factored_update(const factored *f, int64_t row, int64_t c)
     return grad_at(f->in, row * f->C + c) * (float)a->grad_scale / sqrtf(var);
 }
 
-static void factored_averages(const factored *f, double keep, double take)
+static void factored_averages(const factored *f, double take)
 {
     float *rows = f->in[3].data, *cols = f->in[4].data;
     int64_t n_rows = f->batch * f->R, C = f->C;
+    bool hugging_face = f->a->hugging_face;
     if (!f->matrix) {
-        for (int64_t i = 0; i < C; i++) rows[i] = (float)(keep * rows[i] + take * squared(f, i));
+        for (int64_t i = 0; i < C; i++)
+            rows[i] = (float)ps_adafactor_average(rows[i], squared(f, i), take, hugging_face);
         return;
     }
 #pragma omp parallel for schedule(static) if (n_rows * C > PS_PAR_MIN)
     for (int64_t r = 0; r < n_rows; r++) {
         double sum = 0;
         for (int64_t c = 0; c < C; c++) sum += squared(f, r * C + c);
-        rows[r] = (float)(keep * rows[r] + take * (sum / (double)C));
+        rows[r] = (float)ps_adafactor_average(rows[r], sum / (double)C, take, hugging_face);
     }
     enum { COLUMNS = 64 };
 #pragma omp parallel for collapse(2) schedule(static) if (n_rows * C > PS_PAR_MIN)
@@ -328,8 +330,10 @@ static void factored_averages(const factored *f, double keep, double take)
             double sum[COLUMNS] = { 0 };
             for (int64_t r = 0; r < f->R; r++)
                 for (int64_t c = 0; c < n; c++) sum[c] += squared(f, (b * f->R + r) * C + c0 + c);
-            for (int64_t c = 0; c < n; c++)
-                cols[b * C + c0 + c] = (float)(keep * cols[b * C + c0 + c] + take * (sum[c] / (double)f->R));
+            for (int64_t c = 0; c < n; c++) {
+                float *col = &cols[b * C + c0 + c];
+                *col = (float)ps_adafactor_average(*col, sum[c] / (double)f->R, take, hugging_face);
+            }
         }
     for (int64_t b = 0; b < f->batch; b++) {
         double sum = 0;
@@ -355,7 +359,7 @@ static void adafactor(const factored *f)
         }
         rms = sqrt(in_order(f->by_row, n_rows) / n);
     }
-    factored_averages(f, 1 - take, take);
+    factored_averages(f, take);
 #pragma omp parallel for schedule(static) if (n_rows * C > PS_PAR_MIN)
     for (int64_t r = 0; r < n_rows; r++) {
         f->by_row[r] = 0;
@@ -364,10 +368,9 @@ static void adafactor(const factored *f)
             f->by_row[r] += u * u;
         }
     }
-    double divisor = sqrt(in_order(f->by_row, n_rows) / n) / a->d;
+    double divisor = ps_adafactor_divisor(sqrt(in_order(f->by_row, n_rows) / n) / a->d, a->hugging_face);
     double alpha = ps_adafactor_rate(a->t, a->lr, a->eps2, rms, a->hugging_face, a->scale_parameter, a->relative_step,
                                      a->warmup_init);
-    if (!(divisor > 1)) divisor = 1;
     float keep = (float)(1 - a->weight_decay * (a->hugging_face ? alpha : a->lr)), rate = (float)(alpha / divisor);
 #pragma omp parallel for schedule(static) if (n_rows * C > PS_PAR_MIN)
     for (int64_t r = 0; r < n_rows; r++)

@@ -119,7 +119,7 @@ struct factored {
     item it;
     int64_t batch, R, C;
     bool matrix, hugging_face;
-    double scale, eps1, keep, take;
+    double scale, eps1, take;
     double *by_row, *row_mean;                       /* by_row: [batch * R] row sums. row_mean: [batch] means of the
                                                       * rows' averages */
 };
@@ -139,7 +139,7 @@ template <class A> DEV A factored_update(const factored &f, int64_t row, int64_t
     A var;
     if (f.matrix) {
         double mean = f.row_mean[b];
-        var = e::mul((A)__ddiv_rn((double)rows[row], f.hugging_face || mean > f.eps1 ? mean : f.eps1),
+        var = e::mul((A)__ddiv_rn((double)rows[row], !f.hugging_face && mean < f.eps1 ? f.eps1 : mean),
                      cols[b * f.C + c]);
     } else {
         var = rows[c];
@@ -165,7 +165,9 @@ template <class A, int OF> KERNEL_UP_TO(THREADS) row_squares_kernel(const __grid
 }
 template <class A> DEV A averaged(const factored &f, A old, double mean)
 {
-    return (A)__dadd_rn(__dmul_rn(f.keep, (double)old), __dmul_rn(f.take, mean));
+    double keep = __dadd_rn(1, -f.take), by = __dadd_rn(mean, -(double)old);     /* as in ps_adafactor_average */
+    if (f.hugging_face) return (A)__dadd_rn(__dmul_rn(keep, (double)old), __dmul_rn(f.take, mean));
+    return (A)(f.take < 0.5 ? __dadd_rn((double)old, __dmul_rn(f.take, by)) : __dadd_rn(mean, -__dmul_rn(keep, by)));
 }
 /* Updates the averages of the rows of a matrix, or of the elements of a vector. */
 template <class A> KERNEL_UP_TO(THREADS) row_averages_kernel(const __grid_constant__ factored f)
@@ -216,10 +218,9 @@ template <class A> KERNEL_UP_TO(THREADS) adafactor_kernel(const __grid_constant_
 {
     typedef exact<A> e;
     double n = (double)f.it.numel, rms = __dsqrt_rn(__ddiv_rn(totals[0], n));
-    double divisor = __ddiv_rn(__dsqrt_rn(__ddiv_rn(totals[1], n)), a.d);
+    double divisor = ps_adafactor_divisor(__ddiv_rn(__dsqrt_rn(__ddiv_rn(totals[1], n)), a.d), a.hugging_face);
     double alpha = ps_adafactor_rate(a.t, a.lr, a.eps2, rms, a.hugging_face, a.scale_parameter, a.relative_step,
                                      a.warmup_init);
-    if (!(divisor > 1)) divisor = 1;
     A keep = (A)__dadd_rn(1, -__dmul_rn(a.weight_decay, a.hugging_face ? alpha : a.lr));
     A rate = (A)__ddiv_rn(alpha, divisor);
     for (int64_t i = FIRST_ELEMENT; i < f.it.numel; i += ALL_THREADS) {
@@ -261,7 +262,7 @@ static int adafactor_(ps_call *call)
         ps_call one = *call;
         one.in = in, one.n_in = 5;
         factored f = { collect(&one, 5, UNIT).it[0], 1, 1, in->numel, in->ndim > 1, a->hugging_face != 0,
-                       a->grad_scale, a->eps1, 1 - take, take, NULL, NULL };
+                       a->grad_scale, a->eps1, take, NULL, NULL };
         if (f.matrix) f.R = in->shape[in->ndim - 2], f.C = in->shape[in->ndim - 1], f.batch = in->numel / (f.R * f.C);
         if (in[1].dtype == PS_F64) PS_TRY(adafactor_tensor<double>(call, *a, f));
         else PS_TRY(adafactor_tensor<float>(call, *a, f));

@@ -280,28 +280,30 @@ static double factored_update(const factored *f, int64_t i)
     int64_t row = i / f->C, b = row / f->R;
     if (!f->matrix) var = ref_load(&f->in[3], i);
     else var = ref_load(&f->in[3], row) * ref_load(&f->in[4], b * f->C + i % f->C)
-        / (a->hugging_face || f->row_mean[b] > a->eps1 ? f->row_mean[b] : a->eps1);
+        / (!a->hugging_face && f->row_mean[b] < a->eps1 ? a->eps1 : f->row_mean[b]);
     if (!a->hugging_face && var < a->eps1 * a->eps1) var = a->eps1 * a->eps1;
     return g / sqrt(var);
 }
 
-/* Updates the averages. A new average is keep * the old average + take * the mean of the squares over a row (C
- * elements) or over a column (R elements). */
-static void factored_averages(const factored *f, double keep, double take)
+/* Updates an average with the mean of the squares over a row (C elements) or over a column (R elements). */
+static void average(const factored *f, const ps_view *averages, int64_t i, double mean, double take)
+{
+    ref_store(averages, i, ps_adafactor_average(ref_load(averages, i), mean, take, f->a->hugging_face));
+}
+static void factored_averages(const factored *f, double take)
 {
     const ps_view *rows = &f->in[3], *cols = &f->in[4];
     for (int64_t r = 0; f->matrix && r < f->batch * f->R; r++) {
         double sum = 0;
         for (int64_t c = 0; c < f->C; c++) sum += squared(f, r * f->C + c);
-        ref_store(rows, r, keep * ref_load(rows, r) + take * (sum / (double)f->C));
+        average(f, rows, r, sum / (double)f->C, take);
     }
     for (int64_t k = 0; f->matrix && k < f->batch * f->C; k++) {
         double sum = 0;
         for (int64_t r = 0; r < f->R; r++) sum += squared(f, (k / f->C * f->R + r) * f->C + k % f->C);
-        ref_store(cols, k, keep * ref_load(cols, k) + take * (sum / (double)f->R));
+        average(f, cols, k, sum / (double)f->R, take);
     }
-    for (int64_t i = 0; !f->matrix && i < f->C; i++)
-        ref_store(rows, i, keep * ref_load(rows, i) + take * squared(f, i));
+    for (int64_t i = 0; !f->matrix && i < f->C; i++) average(f, rows, i, squared(f, i), take);
     for (int64_t b = 0; b < f->batch; b++) {
         f->row_mean[b] = 0;
         for (int64_t r = 0; f->matrix && r < f->R; r++) f->row_mean[b] += ref_load(rows, b * f->R + r) / (double)f->R;
@@ -315,12 +317,11 @@ static void adafactor(const factored *f)
     const ps_view *in = f->in;
     double t = (double)a->t, take = pow(t, a->beta2_decay), n = (double)in->numel, of_p = 0, of_u = 0;
     for (int64_t i = 0; i < in->numel; i++) of_p += ref_master_get(in, i) * ref_master_get(in, i);
-    factored_averages(f, 1 - take, take);
+    factored_averages(f, take);
     for (int64_t i = 0; i < in->numel; i++) of_u += factored_update(f, i) * factored_update(f, i);
-    double rms = sqrt(of_p / n), divisor = sqrt(of_u / n) / a->d;
+    double rms = sqrt(of_p / n), divisor = ps_adafactor_divisor(sqrt(of_u / n) / a->d, a->hugging_face);
     double alpha = ps_adafactor_rate(a->t, a->lr, a->eps2, rms, a->hugging_face, a->scale_parameter, a->relative_step,
                                      a->warmup_init);
-    if (!(divisor > 1)) divisor = 1;
     double keep = 1 - a->weight_decay * (a->hugging_face ? alpha : a->lr);
     for (int64_t i = 0; i < in->numel; i++)
         ref_master_put(in, i, ref_master_get(in, i) * keep - alpha / divisor * factored_update(f, i));
