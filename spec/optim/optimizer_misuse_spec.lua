@@ -28,6 +28,23 @@ describe("the parameters of an optimizer", function()
     fails(function() optim.SGD(nil, { lr = 1 }) end, "not nil")
     fails(function() optim.SGD({ m.weight, 3 }, { lr = 1 }) end, "SGD, group 1, parameter 2 is a number, not a tensor")
   end)
+  it("have no nil in between, and no names", function()
+    local a, b = m.weight, m.bias
+    fails(function() optim.SGD({ a, nil, b }, { lr = 1 }) end,
+      "SGD: item 2 of the list of parameters or groups is nil, but item 3 is not")
+    fails(function() optim.SGD({ a, x = b }, { lr = 1 }) end, "has the key \"x\"; a list has only the keys 1, 2, ...")
+    fails(function() optim.SGD({ { params = { a } }, { params = { x = b } } }, { lr = 1 }) end,
+      "SGD, group 2: params has the key \"x\"")
+    fails(function() optim.SGD({ { params = { a, nil, b } } }, { lr = 1 }) end, "SGD, group 1: item 2 of params is nil")
+  end)
+  it("cannot be added to a group, but the script's own list may grow", function()
+    local list = { m.weight }
+    local optimizer = optim.SGD(list, { lr = 1 })
+    list[2] = m.bias
+    assert.is_true(optimizer:step().skipped)
+    table.insert(optimizer.groups[1].params, m.bias)
+    fails(function() optimizer:step() end, "SGD, group 1: params has 2 parameters, but the optimizer was made with 1")
+  end)
   it("can be a module, a list or groups", function()
     for _, params in ipairs { m, m:parameters(), { { params = m:parameters() } } } do
       assert.equal(1, #optim.SGD(params, { lr = 1 }).groups)
@@ -43,6 +60,23 @@ describe("the groups of an optimizer", function()
     assert.is_nil(optimizer.param_groups[2])
     optimizer.param_groups[1].lr = -1
     fails(function() optimizer:step() end, "SGD, group 1: lr is -1")
+  end)
+  it("keep the types of their settings, and their optimizer", function()
+    local optimizer = made()
+    local group = optimizer.groups[1]
+    for key, wrong in pairs { lr = "0.1", nesterov = "no", momentum = true, kind = "Adam" } do
+      local old = group[key]
+      group[key] = wrong
+      fails(function() optimizer:step() end, "SGD, group 1: " .. key .. " is")
+      group[key] = old
+    end
+    group.weight_decay = nil
+    fails(function() optimizer:step() end, "SGD, group 1: weight_decay is nil, not a number")
+  end)
+  it("are not updated with a factor that is no number", function()
+    for _, factor in ipairs { 0 / 0, 1 / 0 } do
+      fails(function() made():step { grad_scale = factor } end, "optimizer:step: grad_scale is")
+    end
   end)
   it("cannot be added", function()
     local optimizer, module = made()

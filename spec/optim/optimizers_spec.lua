@@ -324,6 +324,36 @@ describe("what an optimizer cannot do", function()
   end)
 end)
 
+describe("a state in PyTorch's form", function()
+  -- Settings that only these optimizers have, in groups that otherwise look like AdamW's.
+  local OTHERS = { LAMB = { grad_averaging = true }, NAdam = { momentum_decay = 4e-3 },
+    AdamWScheduleFree = { weight_lr_power = 2 } }
+
+  it("of LAMB, NAdam or AdamWScheduleFree is refused by each kind of Adam", function()
+    for _, kind in ipairs { "Adam", "AdamW", "AdamW8bit", "AdamWBF16" } do
+      for other, settings in pairs(OTHERS) do
+        local opt = ps.optim[kind](nn.Linear(4, 4))
+        local state = opt:torch_state_dict()
+        for key, value in pairs(settings) do state.param_groups[1][key] = value end
+        state.param_groups[1].lr = 0.5
+        local text = ("has %s, so it is %s's"):format(next(settings), other)
+        check.fails(function() opt:load_state_dict(state) end, "param_groups[1] of the saved optimizer " .. text)
+        assert.equal(1e-3, opt.groups[1].lr)
+      end
+    end
+    local model = nn.Linear(4, 4)
+    check.fails(function() ps.optim.AdamW(model):load_state_dict(ps.optim.LAMB(model):torch_state_dict()) end,
+      "so it is LAMB's")
+  end)
+  it("of transformers' Adafactor with an average of gradients is refused", function()
+    local opt = ps.optim.HuggingFaceAdafactor(nn.Linear(4, 4))
+    local state = opt:torch_state_dict()
+    opt:load_state_dict(state)
+    state.param_groups[1].beta1 = 0.9
+    check.fails(function() opt:load_state_dict(state) end, "has beta1, so it keeps an average of gradients")
+  end)
+end)
+
 describe("groups of parameters", function()
   after_each(close)
 

@@ -2,11 +2,10 @@
 """The names and the order of parameters, and optimizer states that are converted from PyTorch to psluajit and back.
 
 transformers creates a small model of each class that psluajit has (models_oracle.py draws its fields). An optimizer
-of PyTorch (Adam, AdamW, SGD and RMSprop with momentum, Adafactor, and Muon over the matrices only) or of the package
-schedulefree, created from parameters or from named parameters, with one group or two, runs some steps with random
-gradients. order_cases.lua
-reads the model's folder, loads the state into an engine's optimizer and into one of ps.optim, and writes it again, by
-names and in PyTorch's form. The names of the parameters must be those of named_parameters, in its order. The state of
+of PyTorch (Adam, AdamW, SGD and RMSprop with momentum, Adafactor, and Muon over the matrices only), the Adafactor of
+transformers, or an optimizer of the package schedulefree, created from parameters or from named parameters, with one
+group or two, runs some steps with random gradients. order_cases.lua reads the model's folder, loads the state into an
+engine's optimizer and into one of ps.optim, and writes it again, by names and in PyTorch's form. The names of the parameters must be those of named_parameters, in its order. The state of
 each name must have the bits of PyTorch's. A new optimizer of PyTorch, created with other settings, loads the file
 that psluajit wrote. It must have the first optimizer's state and settings, and make the same next step.
 """
@@ -17,6 +16,7 @@ import schedulefree
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.optimization import Adafactor
 
 import models_oracle
 import runs
@@ -24,9 +24,13 @@ import runs
 CLASSES = sorted(set(models_oracle.CLASSES))
 KINDS = {"Adam": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6}, "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
          "SGD": {"lr": 1e-2, "momentum": 0.9}, "Adafactor": {"lr": 1e-2, "beta2_decay": -0.7, "weight_decay": 0.1},
+         "HuggingFaceAdafactor": {"lr": 1e-2, "decay_rate": -0.7, "scale_parameter": True, "relative_step": False},
          "Muon": {"lr": 1e-2, "momentum": 0.9, "ns_steps": 4, "weight_decay": 0.2},
          "RMSprop": {"lr": 1e-2, "alpha": 0.9, "momentum": 0.5},
          "AdamWScheduleFree": {"lr": 1e-2, "betas": [0.8, 0.95], "warmup_steps": 2, "r": 1, "weight_decay": 0.1}}
+
+
+CLASSES_OF = {"HuggingFaceAdafactor": Adafactor, "AdamWScheduleFree": schedulefree.AdamWScheduleFree}
 
 
 def draw_case(rng, index):
@@ -45,8 +49,8 @@ def optimizer_of(case, model, named, own=True):
     if case["groups"]:
         lists = [[e for e in entries if e[0].endswith("bias")], [e for e in entries if not e[0].endswith("bias")]]
     groups = [{"params": list_ if named else [p for _, p in list_]} for list_ in lists]
-    made = getattr(schedulefree if "ScheduleFree" in case["kind"] else torch.optim, case["kind"])(
-        groups, **(case["params"] if own else {}))
+    kind = case["kind"]
+    made = (CLASSES_OF.get(kind) or getattr(torch.optim, kind))(groups, **(case["params"] if own else {}))
     if hasattr(made, "train"):
         made.train()
     return made
@@ -66,9 +70,12 @@ def after_step(model, optimizer, seed):
     return after
 
 
+NOT_KEPT = {"step", "RMS"}                           # transformers computes RMS anew at each step
+
+
 def state_by_name(model, optimizer):
     return {f"{n}.{key}": value.clone() for n, p in model.named_parameters()
-            for key, value in optimizer.state.get(p, {}).items() if key != "step" and torch.is_tensor(value)}
+            for key, value in optimizer.state.get(p, {}).items() if key not in NOT_KEPT and torch.is_tensor(value)}
 
 
 def prepare(case):

@@ -328,7 +328,11 @@ local function check(opened, parts, with)
   local state = opened.state
   -- The checkpoint was saved without a loss scale. The engine's loss scale keeps its initial value.
   if not parts.scaler and not state.scaler then with.scaler = nil end
-  for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
+  if with.sched and not state.sched and not with.sched.continue_at then
+    error(("%s: this checkpoint has no schedule, and the given sched has no method continue_at(count)"):format(
+      opened.path), 0)
+  end
+  for _, part in ipairs { "optimizer", "loader", "scaler" } do
     if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(opened.path, part), 0) end
   end
   for name, tensor in pairs(parts.tensors or {}) do
@@ -344,6 +348,17 @@ local function check(opened, parts, with)
     elsewhere = opened.elsewhere })
 end
 
+-- Loads the state of a schedule. A checkpoint without a schedule has the rates of its optimizer. The schedule then
+-- begins at the number of the optimizer's steps.
+local function load_schedule(opened, sched)
+  local state = opened.state
+  if state.sched then return sched:load_state_dict(state.sched) end
+  local count = state.optimizer and state.optimizer.steps or state.step
+  sched:continue_at(count)
+  say(("%s was saved without a schedule: sched.%s begins at its step %d, with the rate %.6g"):format(opened.path,
+    sched.name, count, sched:lr()))
+end
+
 local function apply(opened, parts, with, group)
   local state, tensors = opened.state, opened.tensors
   if with.loader then with.loader:load_state_dict(state.loader) end
@@ -352,7 +367,7 @@ local function apply(opened, parts, with, group)
     with.optimizer:load_state_dict({ tensors = optimizer_tensors(tensors), values = state.optimizer }, parts.model)
   end
   -- The schedule is loaded after the optimizer, because the schedule sets the optimizer's learning rate.
-  if with.sched then with.sched:load_state_dict(state.sched) end
+  if with.sched then load_schedule(opened, with.sched) end
   local averages = not with.optimizer and state.optimizer and state.optimizer.averages or nil
   parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil, averages),
     { elsewhere = opened.elsewhere })

@@ -76,6 +76,7 @@ local config = {}
 ---@field type "Adam"|"AdamW"|"SGD"
 ---@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean, momentum?:
 ---  number, dampening?: number, nesterov?: boolean} momentum, dampening and nesterov are settings of SGD
+---@field first_momentum? number the momentum of groups without betas, if a schedule changes it
 
 ---@class ps.config.Fp16
 ---@field enabled boolean
@@ -192,6 +193,39 @@ for _, name in ipairs(require "ps.config.schedules") do SCHEDULERS[name:lower()]
 -- Schedules whose option max_lr has the optimizer's rate as its default.
 local RISES = { warmup_cosine = true, warmup_linear = true, constant = true }
 
+-- Resolves cycle_momentum of DeepSpeed's OneCycle, which changes only betas.
+local function resolve_cycle(state, optimizer, params)
+  local made = optimizers.of(optimizer.type)
+  if made.defaults.betas then
+    state:note("scheduler.params.cycle_momentum: beta1 follows the cycle and beta2 is 0.99; optimizer.params.betas has "
+      .. "no effect")
+    return
+  end
+  if state.given["scheduler.params.cycle_momentum"] then
+    state:fail("scheduler.params.cycle_momentum moves Adam's beta1, and optimizer.type is \"%s\"; write false",
+      made.name)
+  end
+  params.cycle_momentum = false
+  state:note("scheduler.params.cycle_momentum: off, as in DeepSpeed, because %s has no betas", made.name)
+end
+
+-- Resolves cycle_momentum of PyTorch's OneCycleLR, which changes beta1, or the momentum of optimizers without betas.
+local function resolve_cycle_of_torch(state, optimizer, params)
+  local made = optimizers.of(optimizer.type)
+  local key = made.defaults.betas and "betas" or made.defaults.momentum and "momentum"
+  if not key then
+    state:fail("scheduler.params.cycle_momentum is true%s, but %s has neither betas nor momentum; write false",
+      state.given["scheduler.params.cycle_momentum"] and "" or " (the default)", made.name)
+  end
+  -- Optimizers keep a momentum buffer only if the momentum is not 0.
+  if key == "momentum" then optimizer.first_momentum = math.max(params.max_momentum, params.base_momentum) end
+  if state.given["optimizer.params." .. key] then
+    state:note("scheduler.params.cycle_momentum: %s follows the cycle, between %g and %g; %s has no effect",
+      key == "betas" and "beta1" or "the momentum", params.base_momentum, params.max_momentum,
+      key == "betas" and "the first number of optimizer.params.betas" or "optimizer.params.momentum")
+  end
+end
+
 local function resolve_scheduler(state, cfg)
   local scheduler = cfg.scheduler
   if not scheduler then return end
@@ -212,17 +246,9 @@ local function resolve_scheduler(state, cfg)
         path, params[warmup], state.given[path] and "" or " (the default)", total, params[total])
     end
   end
-  local made = optimizers.of(cfg.optimizer.type)
-  if params.cycle_momentum and not made.defaults.betas then
-    if state.given["scheduler.params.cycle_momentum"] then
-      state:fail("scheduler.params.cycle_momentum moves Adam's beta1, and optimizer.type is \"%s\"; write false",
-        made.name)
-    end
-    params.cycle_momentum = false
-    state:note("scheduler.params.cycle_momentum: off, as in DeepSpeed, because %s has no betas", made.name)
-  elseif params.cycle_momentum then
-    state:note("scheduler.params.cycle_momentum: beta1 follows the cycle and beta2 is 0.99; optimizer.params.betas has "
-      .. "no effect")
+  if params.cycle_momentum then
+    if scheduler.type == "OneCycle" then resolve_cycle(state, cfg.optimizer, params)
+    else resolve_cycle_of_torch(state, cfg.optimizer, params) end
   end
 end
 

@@ -67,6 +67,26 @@ local function one_of_optimizers(value)
   return not optimizers.find(value) and one_of(optimizers.names, "chunks hold the state of ")(value) or nil
 end
 
+local function shown(value)
+  if type(value) ~= "table" then return ("%.6g"):format(value) end
+  return shown(value[1]) .. ", " .. shown(value[2])
+end
+
+-- Describes the defaults of a setting in ps.optim that differ from `default`: "0.01 in AdamW, LAMB; 0.1 in Muon".
+local function other_defaults(key, default)
+  local list, of = {}, {}
+  for _, name in ipairs(optimizers.names) do
+    local own = optimizers.of(name).defaults[key]
+    local text = own ~= nil and shown(own)
+    if text and text ~= shown(default) then
+      if not of[text] then list[#list + 1] = text end
+      of[text] = (of[text] and of[text] .. ", " or "") .. name
+    end
+  end
+  for i, text in ipairs(list) do list[i] = text .. " in " .. of[text] end
+  return table.concat(list, "; ")
+end
+
 local sections = {
   { "", "The keys at the top of the file. train_batch_size is train_micro_batch_size_per_gpu x "
     .. "gradient_accumulation_steps x the number of data-parallel processes, where processes that share one model's "
@@ -151,11 +171,15 @@ local sections = {
     { "legacy_fusion", T.boolean, false, I, "the update is always one pass" },
   } },
   { "optimizer.params", "The defaults are DeepSpeed's.", acts = GROUPS, {
-    { "lr", T.fp32, 1e-3, H, "learning rate" },
-    { "betas", T.betas, { 0.9, 0.999 }, H, "decay of the averages in Adam, LAMB and Lion (default 0.9, 0.99 in Lion)" },
-    { "eps", T.fp32, 1e-8, H, "addend to the root in Adam, LAMB and RMSprop, and smallest norm in Muon" },
-    { "weight_decay", T.fp32, 0, H, "weight decay (see type); SGD adds it to the gradient. Some types have another "
-      .. "default in ps.optim (0.01 in AdamW and LAMB)" },
+    { "lr", T.fp32, 1e-3, H, "learning rate. Here the default is the same for all types; ps.optim has other defaults "
+      .. "for some (" .. other_defaults("lr", 1e-3) .. ")" },
+    { "betas", T.betas, { 0.9, 0.999 }, H, "decay of the averages in Adam, LAMB and Lion (default "
+      .. other_defaults("betas", { 0.9, 0.999 }) .. ")" },
+    { "eps", T.fp32, 1e-8, H, "addend to the root in Adam, LAMB and RMSprop, and smallest norm in Muon (default "
+      .. other_defaults("eps", 1e-8) .. ")" },
+    { "weight_decay", T.fp32, 0, H, "weight decay (see type); SGD adds it to the gradient. Here the default is the "
+      .. "same for all types; ps.optim has other defaults for some (" .. other_defaults("weight_decay", 0)
+      .. ")" },
     { "momentum", T.fp32, nil, H, "momentum of SGD and RMSprop (default 0, which needs no state) and of Muon (default "
       .. "0.95)" },
     { "alpha", T.ratio, nil, H, "decay of the average of squares in RMSprop (default 0.99)" },
@@ -176,7 +200,7 @@ local sections = {
     { "comm_backend_name", T.any, nil, R, OTHER },
     { "muon_lr", T.fp32, nil, H, "in Muon, the rate of its matrices (default lr)" },
     { "adam_lr", T.fp32, nil, H, "in Muon, the rate of all other parameters (default lr)" },
-    { "ns_coefficients", T.tree, nil, H, "in Muon, the coefficients a, b and c of an iteration" },
+    { "ns_coefficients", T.numbers(3), nil, H, "in Muon, the coefficients a, b and c of an iteration" },
     { "ns_steps", T.integer(1, 99), nil, H, "in Muon, the number of iterations" },
     { "adjust_lr_fn", T.enum("original|match_rms_adamw|spectral_unclamped"), nil, H,
       "in Muon, how the rate depends on the shape, by PyTorch's names" },

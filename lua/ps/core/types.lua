@@ -91,6 +91,17 @@ types.betas = new("a list of two numbers, each at least 0 and below 1", function
   return true, { value[1], value[2] }
 end)
 
+--- Accepts a list of n finite numbers.
+---@param n integer
+---@return ps.config.Type
+function types.numbers(n)
+  return new(("a list of %d numbers"):format(n), function(value)
+    if type(value) ~= "table" or #value ~= n then return false end
+    for _, number in ipairs(value) do if not finite(number) then return false end end
+    return true, { unpack(value) }
+  end)
+end
+
 --- The accepted ranges of an optimizer's settings, in configurations, scripts and groups of parameters. With values
 --- outside these ranges, an update would increase the loss or produce NaN.
 types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,

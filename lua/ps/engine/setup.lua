@@ -52,37 +52,52 @@ local function group_keys()
   return keys
 end
 
+-- Returns the description of the optimizer that a group of the list names. Returns nil if it names none.
+local function optimizer_of(group, i)
+  if group.optimizer == nil then return nil end
+  local name = type(group.optimizer) == "string" and optimizers.find(group.optimizer)
+  if not name then
+    error(("ps.initialize: param_groups[%d].optimizer is '%s'; the optimizers are %s"):format(i,
+      tostring(group.optimizer), table.concat(optimizers.names, ", ")))
+  end
+  return optimizers.of(name)
+end
+
 -- Checks groups of parameters. A parameter belongs to the first group whose match function returns true. Only the last
--- group may lack a match function. It then contains all remaining parameters.
-local function check_groups(groups)
+-- group may lack a match function. It then contains all remaining parameters. Returns a copy of the groups in which
+-- optimizers have their own names, not aliases.
+local function checked_groups(groups)
   local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...)) end
   if groups == nil then return end
   local of_groups = group_keys()
   if type(groups) ~= "table" or #groups == 0 then refuse(" must be a list of tables, one for each group") end
+  local list = copied(groups)
   for i, group in ipairs(groups) do
     if type(group) ~= "table" then refuse("[%d] is a %s, not a table", i, type(group)) end
     for key, value in pairs(group) do
       local kind = of_groups[key]
       if not kind then
-        refuse("[%d] has an unknown key '%s'; a group may have match = function(name, parameter), lr, weight_decay, "
-          .. "Adam's betas and eps, and SGD's momentum, dampening and nesterov", i, tostring(key))
+        local made = optimizer_of(group, i) or optimizers.of "AdamW"
+        refuse("[%d] has an unknown key '%s'; a group may have match = function(name, parameter), optimizer = \"%s\" "
+          .. "or another, and the settings of its optimizer (%s: %s)", i, tostring(key), made.name, made.name,
+          table.concat(made.settings, ", "))
       elseif type(value) ~= kind then
         refuse("[%d].%s is a %s, not a %s", i, key, type(value), kind)
       end
       local problem = types.OPTIMIZER[key] and check.problem(value, types.OPTIMIZER[key])
       if problem then refuse("[%d].%s %s", i, key, problem) end
     end
+    local made = optimizer_of(group, i)
+    list[i] = copied(group)
+    list[i].optimizer = made and made.name
   end
+  return list
 end
 
 -- Raises an error if a group contains settings that are not settings of its optimizer.
 local function check_kind(list, default)
   for i, group in ipairs(list or {}) do
-    local kind = group.optimizer and optimizers.find(group.optimizer) or default
-    if group.optimizer and not optimizers.find(group.optimizer) then
-      error(("ps.initialize: param_groups[%d].optimizer is '%s'; the optimizers are %s"):format(i, group.optimizer,
-        table.concat(optimizers.names, ", ")))
-    end
+    local kind = group.optimizer or default
     local known = { match = true, optimizer = true }
     for _, key in ipairs(optimizers.of(kind).settings) do known[key] = true end
     for key in pairs(group) do
@@ -129,7 +144,7 @@ function setup.request(first, local_rank, cfg, client)
     adopt.check(request.optimizer)
     request.param_groups = adopt.groups(request.optimizer, request.module)
   end
-  check_groups(request.param_groups)
+  request.param_groups = checked_groups(request.param_groups)
   mesh.check_joined "ps.initialize"
   local group = mesh.group "world"
   local mine = group and dist.local_rank() or 0

@@ -73,16 +73,6 @@ end
 ---@return string[]
 function groups.settings(group) return optimizers.of_group(group).settings end
 
---- Returns the names of the group's fields that are saved: the settings of its optimizer, and the fields that scripts
---- cannot set.
----@param group table
----@return string[]
-function groups.saved_keys(group)
-  local keys = groups.read_keys(group)
-  for key in pairs(optimizers.of_group(group).fixed or {}) do keys[#keys + 1] = key end
-  return keys
-end
-
 --- Returns the names of the group's fields in PyTorch's form: the settings and the counters of its optimizer.
 ---@param group table
 ---@return string[]
@@ -98,6 +88,12 @@ end
 ---@return string?
 function groups.problem(group)
   local made = optimizers.of_group(group)
+  for _, key in ipairs(made.settings) do
+    local kind = type(made.defaults[key])
+    if type(group[key]) ~= kind then
+      return ("%s is %s, not a %s"):format(key, check.show(group[key]), kind)
+    end
+  end
   return check.out_of_range(group, types.OPTIMIZER) or made.ranges and check.out_of_range(group, made.ranges)
     or made.problem and made.problem(group) or nil
 end
@@ -109,6 +105,19 @@ local function kind_of(value)
   if class then return "a module (" .. class.class_name .. ")" end
   return is_tensor(value) and "a tensor" or value == nil and "nil" or "a " .. type(value)
 end
+
+-- Raises an error if a list has items that ipairs does not reach: items after a nil, and items with names.
+local function check_whole(list, kind, what)
+  for key in pairs(list) do
+    if type(key) ~= "number" then
+      error(("%s: %s has the key %s; a list has only the keys 1, 2, ..."):format(kind, what, check.show(key)))
+    elseif key > 1 and list[key - 1] == nil then
+      error(("%s: item %d of %s is nil, but item %.14g is not; leave no nil in the list"):format(kind, key - 1, what,
+        key))
+    end
+  end
+end
+groups.check_whole = check_whole
 
 --- Checks the first argument of an optimizer when it is not a module.
 ---@param params any
@@ -124,6 +133,7 @@ function groups.check_given(params, kind)
     error(("%s takes a module, a list of parameters or a list of groups, not %s%s"):format(kind, kind_of(params),
       hint and ": " .. hint or ""))
   end
+  check_whole(params, kind, "the list of parameters or groups")
   for number, given in ipairs(params) do
     local is_module = kind_of(given):find("module", 1, true)
     if is_module or type(given) == "table" and is_tensor(given[1]) then
@@ -173,6 +183,9 @@ function groups.check_trainable(p, name, i, what)
   end
 end
 
+-- Maps a group to the name of the optimizer that it was made with.
+local kinds = setmetatable({}, { __mode = "k" })
+
 --- Raises an error if a group has a setting that is out of range.
 ---@param list table[]
 ---@param kind string name of the optimizer, such as "AdamW"
@@ -182,8 +195,12 @@ function groups.check(list, kind)
       error(("%s, group %d was added after the optimizer was made, so it has neither settings nor states: make the "
         .. "optimizer with all its groups"):format(kind, number))
     end
+    if group.kind ~= (kinds[group] or group.kind) then
+      error(("%s, group %d: kind is %s, but the group was made with %s, and its states are those of %s: make another "
+        .. "optimizer"):format(kind, number, check.show(group.kind), kinds[group], kinds[group]))
+    end
     local problem = groups.problem(group)
-    if problem then error(("%s, group %d: %s"):format(kind, number, problem)) end
+    if problem then error(("%s, group %d: %s"):format(group.kind, number, problem)) end
   end
 end
 
@@ -255,7 +272,7 @@ end }
 ---@param given? number the optimizer's own rate, or nil if it was created without a rate
 function groups.begin_rates(optimizer, given)
   for _, group in ipairs(optimizer.groups) do
-    group.initial_lr = group.lr
+    group.initial_lr, kinds[group] = group.lr, group.kind
     if getmetatable(group) == nil then setmetatable(group, GROUP) end
   end
   if getmetatable(optimizer.groups) == nil then setmetatable(optimizer.groups, LIST) end
@@ -384,6 +401,15 @@ function groups.fields(methods, instance)
 end
 
 -- -- saved -----------------------------------------------------------------------------------------------------------
+-- Returns a setting in a form that JSON stores without loss.
+local function text_of(value)
+  if type(value) == "number" then return ("%.17g"):format(value) end
+  if type(value) ~= "table" then return value end
+  local parts = {}
+  for i, number in ipairs(value) do parts[i] = ("%.17g"):format(number) end
+  return table.concat(parts, " ")
+end
+
 --- Converts settings to a form that JSON stores without loss. Numbers become text. A list of numbers, such as betas,
 --- becomes a text with blanks between the numbers.
 ---@param group table
@@ -391,16 +417,45 @@ end
 ---@return table<string, string|boolean>
 function groups.to_text(group, keys)
   local kept = {}
-  for _, key in ipairs(keys) do
-    local value = group[key]
-    if type(value) == "table" then
-      local parts = {}
-      for i, number in ipairs(value) do parts[i] = ("%.17g"):format(number) end
-      value = table.concat(parts, " ")
-    elseif type(value) == "number" then value = ("%.17g"):format(value) end
-    kept[key] = value
-  end
+  for _, key in ipairs(keys) do kept[key] = text_of(group[key]) end
   return kept
+end
+
+--- Returns the fields of a group that are saved, as text: its settings, the fields that scripts cannot set, and the
+--- rate with which it was made. The last is not loaded, but compared (groups.differences).
+---@param group table
+---@return table<string, string|boolean>
+function groups.saved(group)
+  local keys = groups.read_keys(group)
+  for key in pairs(optimizers.of_group(group).fixed or {}) do keys[#keys + 1] = key end
+  local kept = groups.to_text(group, keys)
+  kept.initial_lr = text_of(group.initial_lr)
+  return kept
+end
+
+local function readable(value) return (tostring(value):gsub("%S+", function(part)
+  return tonumber(part) and ("%.6g"):format(part) or part
+end)) end
+
+--- Describes the settings that saved groups have and that differ from the settings with which these groups were made.
+---@param list table[]
+---@param saved table[] saved settings of each group
+---@param skip table<string, true?> settings that a schedule sets
+---@return string[] texts such as "group 1: weight_decay is 0.1, not 0.01"
+function groups.differences(list, saved, skip)
+  local texts = {}
+  for number, group in ipairs(list) do
+    for _, key in ipairs(groups.settings(group)) do
+      local theirs, ours = saved[number][key], text_of(group[key])
+      -- A run may have changed the rate since it began, so the rates with which the runs began are compared.
+      local same = theirs == ours
+      if key == "lr" then same = same or saved[number].initial_lr == text_of(group.initial_lr) end
+      if not same and theirs ~= nil and not skip[key] then
+        texts[#texts + 1] = ("group %d: %s is %s, not %s"):format(number, key, readable(theirs), readable(ours))
+      end
+    end
+  end
+  return texts
 end
 
 --- Describes why saved groups do not match a list of groups. Returns nil if they match.
@@ -423,7 +478,7 @@ function groups.from_text(list, saved)
         for part in value:gmatch "%S+" do numbers[#numbers + 1] = tonumber(part) end
         value = numbers
       end
-      group[key] = type(value) == "string" and tonumber(value) or value
+      if key ~= "initial_lr" then group[key] = type(value) == "string" and tonumber(value) or value end
     end
   end
   note_rates(list)
@@ -453,6 +508,7 @@ function groups.configured(optimizer, param_groups)
     end
     optimizers.complete(group, made)
     for key, value in pairs(given) do if key ~= "match" and key ~= "optimizer" then group[key] = value end end
+    if group.momentum and not group.betas then group.momentum = optimizer.first_momentum or group.momentum end
     list[number] = group
   end
   return list

@@ -8,6 +8,7 @@ local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
+local copied = require "ps.core.copied"
 local types = require "ps.core.types"
 local error = caller.error
 local average = require "ps.optim.average"
@@ -49,6 +50,7 @@ end
 ---@class ps.Optimizer
 ---@field groups table[] groups with params and settings (lr, weight_decay, ...), which may be changed between steps
 ---@field defaults table
+---@field counts integer[] for each group, the number of its parameters
 ---@field max_norm? number
 ---@field steps integer number of steps, excluding skipped ones
 ---@field trained table<number, true> addresses of the optimizer's parameters
@@ -112,7 +114,7 @@ end
 -- Creates an optimizer. `kind` is a ps.optimizers.Description.
 local function build(kind, params, options)
   options = checked_options(kind, options, kind.name, OF_OPTIMIZER)
-  local self = setmetatable({ kind = kind, entries = {}, steps = 0, max_norm = options.max_norm,
+  local self = setmetatable({ kind = kind, entries = {}, counts = {}, steps = 0, max_norm = options.max_norm,
     per_rank = options.per_rank }, Optimizer)
   self.defaults = defaults_of(kind)
   for key, value in pairs(options) do
@@ -135,7 +137,11 @@ local function build(kind, params, options)
     local problem = groups.problem(group)
     if problem then error(("%s: %s"):format(what, problem)) end
     self.groups[number] = group
-    for i, p in ipairs(caller.typed(group.params, "table", what .. ": params")) do
+    caller.typed(group.params, "table", what .. ": params")
+    groups.check_whole(group.params, what, "params")
+    group.params = copied(group.params)          -- later changes of the script's list have no effect, as in PyTorch
+    self.counts[number] = #group.params
+    for i, p in ipairs(group.params) do
       local name = group.param_names and group.param_names[i]
       groups.check_trainable(p, name, i, what)
       groups.check_parameter(group, name or ("parameter %d of group %d"):format(i, number), p)
@@ -273,7 +279,19 @@ local function tell_gone(self)
     .. (#names == 1 and " was" or " were"), #names == 1 and "one" or "ones"))
 end
 
+-- Raises an error if a script has added parameters to a group, or removed some.
+local function check_members(self)
+  for number, group in ipairs(self.groups) do
+    if #group.params ~= self.counts[number] then
+      error(("%s, group %d: params has %s, but the optimizer was made with %d in this group: make the optimizer with "
+        .. "all its parameters"):format(group.kind, number, caller.counted(#group.params, "parameter"),
+        self.counts[number]))
+    end
+  end
+end
+
 local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
+local OF_STEP = { max_norm = types.norm, grad_scale = types.number() }         -- ranges
 
 --- Updates the parameters from their gradients. A parameter without a gradient does not change. If no parameter has a
 --- gradient, the step is skipped. The call also ends the implicit scope of the step.
@@ -284,9 +302,10 @@ local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 function Optimizer:step(options)
   native.check_running "optimizer:step()"
   groups.check_closure(options)
-  options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
+  options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", OF_STEP)
   check_ranks(self)
   groups.check(self.groups, self.kind.name)
+  check_members(self)
   groups.tell_zero(self)
   check_taken(self)
   average.check_trains(self, self.kind.name)
@@ -387,7 +406,7 @@ function Optimizer:state_dict(model)
     if entry.master ~= nil and entry.master ~= entry.param then tensors[names[i] .. ".master"] = entry.master end
   end
   for number, group in ipairs(self.groups) do
-    values.groups[number] = groups.to_text(group, groups.saved_keys(group))
+    values.groups[number] = groups.saved(group)
     if group.kind ~= self.kind.name then values.groups[number].kind = group.kind end
   end
   if model == nil then values.param_names = entries_of.own_names(self) end

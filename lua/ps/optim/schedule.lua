@@ -14,6 +14,7 @@ local schedule = {}
 ---@field total? integer number of steps after which the rate is constant; nil if the rate never becomes constant
 ---@field follows table<integer, true?> the groups, by number, whose rate a script or another schedule has changed. As
 --- in PyTorch, their rates are computed from the rate of the previous step (`follow`) instead of the number of steps
+---@field momentums table<integer, number> for each group, the beta1 or momentum with which the schedule was created
 ---@field rates number[] the rate that the schedule has last set in each group
 ---@field parts? ps.Schedule[] the chained schedules (only in ChainedScheduler)
 ---@field judge? fun(self: ps.Schedule, value: number) changes the rates after an evaluation (only in ReduceLROnPlateau)
@@ -44,6 +45,14 @@ schedule.has_rates = has_rates
 -- Sets a group's beta1, or SGD's momentum.
 local function set_momentum(group, value, beta2)
   if group.betas then group.betas = { value, beta2 or group.betas[2] } else group.momentum = value end
+end
+
+-- Sets beta1 and momentum of all groups to the values that they had when the schedule was created.
+local function restore_momentum(self)
+  for number, group in ipairs(self.optimizer.groups or {}) do
+    local first = self.momentums[number]
+    if first then set_momentum(group, first) end
+  end
 end
 
 -- Returns a group's rate at step `count` if no script or other schedule changes rates. `group` is nil if the optimizer
@@ -173,8 +182,9 @@ function schedule.build(name, options, rate, how, more)
   if not options.optimizer.set_lr then error(("sched.%s: optimizer is a table without set_lr"):format(name)) end
   for number, group in ipairs(beta1 and options.optimizer.groups or {}) do
     if not group.betas and (beta2 or not group.momentum) then
-      error(("sched.%s: cycle_momentum changes Adam's beta1%s, but group %d of the optimizer has no betas; set "
-        .. "cycle_momentum = false"):format(name, beta2 and "" or " or SGD's momentum", number))
+      error(("sched.%s: cycle_momentum changes %s, but group %d of the optimizer has no %s; set cycle_momentum = false")
+        :format(name, beta2 and "Adam's beta1" or "beta1 or momentum", number, beta2 and "betas"
+        or "betas and no momentum"))
     end
   end
   local key = options.last_epoch and "last_epoch" or "last_batch_iteration"
@@ -189,7 +199,10 @@ function schedule.build(name, options, rate, how, more)
   end
   local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, how = how, beta1 = beta1,
     beta2 = beta2, count = last + 1, total = more.total, options = options_text(options), follow = more.follow,
-    later = more.later, follows = {}, rates = {} }, Schedule)
+    later = more.later, follows = {}, rates = {}, momentums = {} }, Schedule)
+  for number, group in ipairs(options.optimizer.groups or {}) do
+    self.momentums[number] = group.betas and group.betas[1] or group.momentum
+  end
   for number, group in ipairs(self.follow and self.count == 0 and options.optimizer.groups or {}) do
     self.follows[number] = group.lr ~= group.initial_lr or nil
   end
@@ -247,10 +260,12 @@ function schedule.advance(self)
 end
 
 --- Returns the schedule's kind, step count and options, for load_state_dict.
----@return {name: string, count: integer, options: table<string, string>, follows?: integer[], schedulers?: table[]}
+---@return {name: string, count: integer, options: table<string, string>, momentum?: true, follows?: integer[],
+---  schedulers?: table[]} momentum: whether the schedule changes beta1 or momentum
 function Schedule:state_dict()
   local state = { name = self.name, count = self.count, options = self.options }
   for _, key in ipairs(self.kept or {}) do state[key] = text_of(self[key]) end
+  if self.beta1 then state.momentum = true end
   for i, part in ipairs(self.parts or {}) do
     state.schedulers = state.schedulers or {}
     state.schedulers[i] = part:state_dict()
@@ -281,8 +296,9 @@ end
 
 --- Continues at the step of a saved schedule. Prints a note if the kind or the options of the saved schedule differ
 --- from the kind or the options of this schedule.
----@param state {name: string, count: integer, options?: table<string, string>, follows?: integer[], schedulers?:
---- table[]}
+---@param state {name: string, count: integer, options?: table<string, string>, momentum?: true, follows?: integer[],
+---  schedulers?: table[]} if `momentum` is true and this schedule does not change beta1 and momentum, both get the
+---  values that they had when this schedule was created
 function Schedule:load_state_dict(state)
   caller.typed(state, "table", "schedule:load_state_dict: the state")
   if type(state.name) ~= "string" or type(state.count) ~= "number" then
@@ -304,8 +320,17 @@ function Schedule:load_state_dict(state)
   for _, number in ipairs(follows) do
     self.follows[caller.whole(number, "schedule:load_state_dict: a number in follows", 1)] = true
   end
+  if state.momentum and not self.beta1 then restore_momentum(self) end
   apply(self, true)
   tell_change(self, state)
+end
+
+--- Continues after a number of optimizer steps for which no state of a schedule was saved.
+---@param count integer number of optimizer steps so far
+function Schedule:continue_at(count)
+  self.count, self.follows = caller.whole(count, "schedule:continue_at: count", 0), {}
+  for _, part in ipairs(self.parts or {}) do part:continue_at(count) end
+  apply(self, true)
 end
 
 --- Returns a text that describes a schedule which ends before or after the run. Returns nil if the schedule ends with

@@ -135,7 +135,7 @@ function state.named(opt)
     end
   end
   for number, group in ipairs(opt.groups) do
-    values.groups[number] = optim_groups.to_text(group, optim_groups.saved_keys(group))
+    values.groups[number] = optim_groups.saved(group)
     if group.kind ~= opt.kind then values.groups[number].kind = group.kind end
   end
   local entries, names = {}, {}
@@ -159,6 +159,18 @@ local function note_frozen(opt, updates)
   if #names == 0 then return end
   opt.engine:note(("the saved optimizer has state of parameters that are frozen here (%d, the first is %s); this "
     .. "state is not loaded. To keep it, thaw them before loading and freeze them afterwards"):format(#names, names[1]))
+end
+
+-- Prints a note if saved settings replace other settings of this run.
+local function note_settings(opt, saved)
+  local schedule, skip = opt.engine.scheduler, {}
+  if schedule then skip.lr = true end
+  if schedule and schedule.beta1 then skip.betas, skip.momentum = true, true end
+  local texts = optim_groups.differences(opt.groups, saved, skip)
+  if not texts[1] or not optim_groups.prints(opt) then return end
+  opt.engine:note(("the settings of the saved optimizer replace those of this run (%s); to change one, assign it to "
+    .. "optimizer.param_groups[i] after loading"):format(table.concat(texts, "; ", 1, math.min(#texts, 4))
+    .. (#texts > 4 and ("; and %d more"):format(#texts - 4) or "")))
 end
 
 local function load_named(opt, source, values)
@@ -188,6 +200,7 @@ local function load_named(opt, source, values)
     opt:set_updates(i, t)
   end
   note_frozen(opt, values.t)
+  note_settings(opt, values.groups)
   optim_groups.from_text(opt.groups, values.groups)
   opt.steps = values.steps
   opt.engine:set_steps(values.calls or values.steps)
@@ -204,6 +217,7 @@ local function torch_group(group, params, names)
     out[key] = value
   end
   for key, value in pairs(made.torch.extra or {}) do out[key] = value end
+  for _, key in ipairs(made.torch.nones or {}) do out[key] = torch_pt.none end
   if made.torch.write then made.torch.write(group, out) end
   return out
 end
@@ -264,7 +278,10 @@ local function check_torch_group(from, number, opt)
     if from[key] then refuse("has %s = True, which %s does not support here", key, opt.groups[number].kind) end
   end
   local plain = {}
-  for key, value in pairs(from) do plain[key] = scope.is_tensor(value) and value:item() or value end
+  for key, value in pairs(from) do
+    if scope.is_tensor(value) then value = value:item() end
+    if value ~= torch_pt.none then plain[key] = value end
+  end
   local problem = optimizers.of_group(opt.groups[number]).torch.belongs(plain)
   if problem then refuse("%s", problem) end
   check_needs(from, number, opt)

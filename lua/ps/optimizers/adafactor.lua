@@ -76,7 +76,11 @@ local HuggingFace = {
   end,
   torch = {
     write = write_eps, read = read_eps,
-    belongs = function(group) if group.clip_threshold == nil then return "is not transformers' Adafactor's" end end,
+    nones = { "beta1" },               -- steps of transformers read it; it is None without an average of gradients
+    belongs = function(group)
+      if group.clip_threshold == nil then return "is not transformers' Adafactor's" end
+      if group.beta1 then return "has beta1, so it keeps an average of gradients, which this one does not" end
+    end,
   },
   exact_aliases = { "adafactor" },
 }

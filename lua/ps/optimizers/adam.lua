@@ -1,5 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Adam (Kingma and Ba, ICLR 2015), and AdamW, which has decoupled weight decay (Loshchilov and Hutter, ICLR 2019).
+local not_adam = require "ps.optimizers.not_adam"
+
 local STATES = { { name = "exp_avg", dtype = "fp32" }, { name = "exp_avg_sq", dtype = "fp32" } }
 
 local function attrs(into, group)
@@ -26,6 +28,7 @@ local function made(name, weight_decay, decoupled)
           return ("is %s's (decoupled_weight_decay = %s), but this one is %s"):format(other and "AdamW" or "Adam",
             other and "True" or "False", name)
         end
+        return not_adam(group)
       end,
     },
   }

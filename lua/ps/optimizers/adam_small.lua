@@ -2,6 +2,7 @@
 -- AdamW with averages that need less memory than fp32. AdamW8bit stores averages with 8 bits per element. AdamWBF16
 -- stores averages in bf16, and rounds the values up or down at random, so that small changes are not lost.
 local in_8_bits = require "ps.optimizers.blocks"
+local not_adam = require "ps.optimizers.not_adam"
 
 local DEFAULTS = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0.01 }
 local SETTINGS = { "lr", "betas", "eps", "weight_decay" }
@@ -11,7 +12,10 @@ local function attrs(into, group)
   into.weight_decay = group.weight_decay
 end
 
-local function belongs(group) if not group.betas or not group.eps then return "is not AdamW's" end end
+local function belongs(group)
+  if not group.betas or not group.eps then return "is not AdamW's" end
+  return not_adam(group)
+end
 
 return {
   AdamW8bit = {

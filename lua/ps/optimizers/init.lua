@@ -34,8 +34,8 @@ local dtypes = require "ps.core.dtype"
 --- together
 ---@field attrs fun(into: ffi.cdata*, group: table) writes settings into the op's attributes
 ---@field torch table description of PyTorch's class. `extra`: additional settings of its groups. belongs(group):
---- returns why a saved group belongs to another class, or nil. `counts`: false if its states have no `step`.
---- write(group, out) and read(saved): convert settings whose names differ
+--- returns why a saved group belongs to another class, or nil. `counts`: false if its states have no `step`. `nones`:
+--- settings of its groups that are always None. write(group, out) and read(saved): convert settings whose names differ
 ---@field aliases? string[] names in DeepSpeed's JSON and Hugging Face's Trainer, matched without regard to case
 ---@field exact_aliases? string[] more of these names, which are matched only in the given case
 ---@field whole? boolean whether an update needs the whole parameter instead of a tensor-parallel rank's part

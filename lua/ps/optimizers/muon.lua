@@ -12,7 +12,7 @@ return { Muon = {
   defaults = { lr = 1e-3, weight_decay = 0.1, momentum = 0.95, nesterov = true,
     ns_coefficients = { 3.4445, -4.775, 2.0315 }, eps = 1e-7, ns_steps = 5, adjust_lr_fn = "original" },
   ranges = { ns_steps = types.integer(1, 99), adjust_lr_fn = types.enum "original|match_rms_adamw|spectral_unclamped",
-    momentum = types.number(0, 1) },
+    momentum = types.number(0, 1), ns_coefficients = types.numbers(3) },
   attrs = function(into, group)
     into.lr, into.momentum, into.weight_decay, into.eps = group.lr, group.momentum, group.weight_decay, group.eps
     into.a, into.b, into.c = unpack(group.ns_coefficients)

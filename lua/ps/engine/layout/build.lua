@@ -182,6 +182,10 @@ local function check_parameter(entry, device)
     error(("parameter %s is %s; parameters of an engine must be fp32, bf16 or fp16 (memory = \"plain\" accepts others)")
       :format(entry.name, dtype), 0)
   end
+  if entry.tensor:numel() == 0 then
+    error(("parameter %s [%s] has no elements, so no chunk can hold it: remove it from the model (memory = \"plain\" "
+      .. "accepts it)"):format(entry.name, table.concat(entry.tensor:shape(), ", ")), 0)
+  end
   if entry.tensor.device_ ~= device then
     error(("parameter %s is on %s, but the engine computes on %s; make it on the default device"):format(entry.name,
       entry.tensor:device(), native.device_name[device]), 0)

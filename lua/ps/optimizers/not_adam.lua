@@ -1,0 +1,13 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Adam's groups in saved states have the same settings as the groups of some other optimizers, and the same names of
+-- averages. Each of those optimizers has a setting of its own, by which its groups are recognized.
+local OTHERS = { grad_averaging = "LAMB", momentum_decay = "NAdam", weight_lr_power = "AdamWScheduleFree" }
+
+--- Returns why a saved group with betas does not belong to a kind of Adam, or nil.
+---@param group table
+---@return string?
+return function(group)
+  for key, name in pairs(OTHERS) do
+    if group[key] ~= nil then return ("has %s, so it is %s's"):format(key, name) end
+  end
+end

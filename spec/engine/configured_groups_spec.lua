@@ -1,0 +1,244 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Optimizers that a configuration and param_groups describe: aliases, schedules that change momentum, parameters
+-- without elements, and settings that change between steps or with a checkpoint.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local config = require "ps.config"
+local nn = ps.nn
+local fails = check.fails
+
+local function close()
+  local state = ps.engine()
+  if state then state.model:close() end
+end
+
+local function model_func() return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)) end
+
+local function open(optimizer, more)
+  ps.manual_seed(3)
+  local given = { quiet = true, model_func = model_func, config = { optimizer = optimizer, plan_print = false } }
+  for key, value in pairs(more or {}) do
+    if key == "scheduler" or key == "memory" then given.config[key] = value else given[key] = value end
+  end
+  if given.model then given.model_func = nil end
+  return ps.initialize(given)
+end
+
+local function step(model, opt, seed)
+  ps.manual_seed(seed)
+  model:backward(model(ps.randn { 4, 6 }):pow(2):mean())
+  return opt:step()
+end
+
+describe("the optimizer of a group", function()
+  after_each(close)
+
+  it("may be an alias, as in optimizer.type", function()
+    for alias, name in pairs { adafactor = "HuggingFaceAdafactor", sgd = "SGD", adamw_torch = "AdamW",
+      FusedLamb = "LAMB", adamw_bnb_8bit = "AdamW8bit", lion_32bit = "Lion" } do
+      for _, memory in ipairs { "plain", "chunk" } do
+        local function is_matrix(_, p) return p:dim() == 2 end
+        local groups = { { match = is_matrix, optimizer = alias, lr = 0.01 }, { lr = 0.02 } }
+        local model, opt = open({ type = "Adam" }, { param_groups = groups, memory = memory == "plain" and memory
+          or nil })
+        assert.equal(name, opt.groups[1].kind)
+        assert.equal("Adam", opt.groups[2].kind)
+        assert.is_false(step(model, opt, 1).skipped)
+        assert.equal(alias, groups[1].optimizer)
+        model:close()
+      end
+    end
+  end)
+  it("is named together with its settings if a key is unknown", function()
+    fails(function() open({ type = "AdamW" }, { param_groups = { { optimizer = "lion_32bit", epsilon = 1 } } }) end,
+      "param_groups[1] has an unknown key 'epsilon'", "Lion: lr, betas, weight_decay")
+    fails(function() open({ type = "AdamW" }, { param_groups = { { optimizer = "adamax" } } }) end,
+      "param_groups[1].optimizer is 'adamax'; the optimizers are Adam, AdamW")
+  end)
+  it("is named if a setting changes between steps to a value that it cannot have", function()
+    local model, opt = open({ type = "Muon", params = { lr = 0.01 } })
+    step(model, opt, 1)
+    local second = opt.groups[2]
+    for key, value in pairs { lr = -1, weight_decay = "0.1", betas = { 0.9 } } do
+      local old = second[key]
+      second[key] = value
+      fails(function() step(model, opt, 2) end, "AdamW, group 2: " .. key)
+      second[key] = old
+    end
+    second.lr = nil
+    fails(function() step(model, opt, 2) end, "AdamW, group 2: lr is nil")
+    second.lr, opt.groups[1].kind = 0.01, "AdamW"
+    fails(function() step(model, opt, 2) end, "group 1: kind is \"AdamW\", but the group was made with Muon")
+    opt.groups[1].kind, opt.groups[1].nesterov = "Muon", "no"
+    fails(function() step(model, opt, 2) end, "Muon, group 1: nesterov is \"no\", not a boolean")
+    opt.groups[1].nesterov = false
+    assert.is_false(step(model, opt, 2).skipped)
+  end)
+end)
+
+describe("settings of Muon", function()
+  it("have three coefficients that are finite numbers", function()
+    for _, wrong in ipairs { { 1, 2 }, { 1, 2, 3, 4 }, { 1, 2, "3" }, { 1, 0 / 0, 3 }, {} } do
+      fails(function() config.read { optimizer = { type = "Muon", params = { ns_coefficients = wrong } } } end,
+        "optimizer.params.ns_coefficients", "a list of 3 numbers")
+      fails(function() ps.optim.Muon(nn.Linear(2, 2, { bias = false }), { ns_coefficients = wrong }) end,
+        "Muon: ns_coefficients", "a list of 3 numbers")
+    end
+    local opt = ps.optim.Muon(nn.Linear(2, 2, { bias = false }))
+    opt.groups[1].ns_coefficients = { 1, 2 }
+    fails(function() opt:step() end, "Muon, group 1: ns_coefficients")
+  end)
+end)
+
+-- Returns the momentum or beta1 of each group before each of n steps.
+local function momenta(optimizer, schedule, n, more)
+  more = more or {}
+  more.scheduler = schedule
+  local model, opt = open(optimizer, more)
+  local list = {}
+  for i = 1, n do
+    list[i] = {}
+    for number, group in ipairs(opt.groups) do list[i][number] = group.betas and group.betas[1] or group.momentum end
+    step(model, opt, i)
+  end
+  model:close()
+  return list
+end
+
+describe("a configured schedule", function()
+  after_each(close)
+  local CYCLE = { max_lr = 0.1, total_steps = 10, pct_start = 0.4, anneal_strategy = "linear" }
+  local function cycle(more)
+    local params = {}
+    for key, value in pairs(CYCLE) do params[key] = value end
+    for key, value in pairs(more or {}) do params[key] = value end
+    return { type = "OneCycleLR", params = params }
+  end
+  -- torch.optim.lr_scheduler.OneCycleLR with the options CYCLE, before steps 1 to 5: from 0.95 to 0.85 in 3 steps
+  -- (0.4 * 10 - 1), and back in 6 steps.
+  local WANT = { 0.95, 0.95 - 0.1 / 3, 0.95 - 0.2 / 3, 0.85, 0.85 + 0.1 / 6 }
+
+  it("OneCycleLR changes the momentum of SGD, RMSprop and Muon, and beta1 of AdamW, as in PyTorch", function()
+    for _, memory in ipairs { "chunk", "plain" } do
+      for kind, groups in pairs { SGD = 1, RMSprop = 1, Muon = 2, AdamW = 1, Lion = 1 } do
+        local got = momenta({ type = kind }, cycle(), 5, { memory = memory == "plain" and memory or nil })
+        for i, want in ipairs(WANT) do
+          assert.equal(groups, #got[i])
+          for _, value in ipairs(got[i]) do assert.near(want, value, 1e-12, kind .. " before step " .. i) end
+        end
+      end
+    end
+    -- Groups with a momentum of 0, which have no buffer without the schedule.
+    local got = momenta({ type = "SGD" }, cycle(), 5, { param_groups = { { momentum = 0, lr = 0.1 } } })
+    for i, want in ipairs(WANT) do assert.near(want, got[i][1], 1e-12) end
+    ps.manual_seed(3)
+    local module = model_func()
+    got = momenta(nil, cycle(), 5, { model = module, optimizer = ps.optim.SGD(module, { lr = 0.1 }) })
+    for i, want in ipairs(WANT) do assert.near(want, got[i][1], 1e-12) end
+  end)
+  it("OneCycleLR refuses an optimizer with neither betas nor momentum, and says what has no effect", function()
+    for _, given in ipairs { {}, { cycle_momentum = true } } do
+      fails(function() config.read { optimizer = { type = "Adafactor" }, scheduler = cycle(given) } end,
+        "cycle_momentum", "Adafactor has neither betas nor momentum; write false")
+    end
+    assert.is_truthy(config.read { optimizer = { type = "Adafactor" }, scheduler = cycle { cycle_momentum = false } })
+    assert.is_truthy(config.read { optimizer = { type = "SGD" }, scheduler = cycle { cycle_momentum = true } })
+    local _, notes = config.read { optimizer = { type = "AdamW" }, scheduler = cycle() }
+    assert.equal("", table.concat(notes):match "cycle_momentum.*" or "")
+    _, notes = config.read { optimizer = { type = "AdamW", params = { betas = { 0.8, 0.9 } } }, scheduler = cycle() }
+    assert.matches("beta1 follows the cycle, between 0.85 and 0.95; the first number of optimizer.params.betas has no "
+      .. "effect", table.concat(notes), 1, true)
+    _, notes = config.read { optimizer = { type = "SGD", params = { momentum = 0.5 } }, scheduler = cycle() }
+    assert.matches("the momentum follows the cycle, between 0.85 and 0.95; optimizer.params.momentum has no effect",
+      table.concat(notes), 1, true)
+  end)
+
+  local folder = os.tmpname() .. "d"
+  setup(function() os.execute("mkdir -p " .. folder) end)
+  teardown(function() os.execute("rm -rf " .. folder) end)
+
+  it("begins at the step of a checkpoint that has no schedule, and says so", function()
+    local path = folder .. "/without"
+    local model, opt = open { type = "AdamW", params = { lr = 0.1 } }
+    for i = 1, 3 do step(model, opt, i) end
+    ps.checkpoints.save(path, { model = model, optimizer = opt, step = 3 })
+    model:close()
+    model, opt = open({ type = "AdamW", params = { lr = 0.1 } }, { scheduler = { type = "linear",
+      params = { num_warmup_steps = 0, num_training_steps = 10 } } })
+    local said = check.printed(function() ps.checkpoints.load(path, { model = model, optimizer = opt }) end)
+    assert.matches("was saved without a schedule: sched.linear begins at its step 3, with the rate 0.07", said, 1, true)
+    assert.near(0.07, opt.groups[1].lr, 1e-12)
+    step(model, opt, 4)
+    assert.near(0.06, opt.groups[1].lr, 1e-12)
+  end)
+  it("that does not change momentum sets it back after one that does", function()
+    for kind, key in pairs { AdamW = "betas", SGD = "momentum" } do
+      local path, params = folder .. "/" .. kind, { lr = 0.1 }
+      local model, opt = open({ type = kind, params = params }, { scheduler = cycle() })
+      for i = 1, 3 do step(model, opt, i) end
+      ps.checkpoints.save(path, { model = model, optimizer = opt, step = 3 })
+      model:close()
+      if kind == "SGD" then params.momentum = 0.9 end
+      model, opt = open({ type = kind, params = params }, { scheduler = { type = "cosine",
+        params = { num_warmup_steps = 0, num_training_steps = 10 } } })
+      check.printed(function() ps.checkpoints.load(path, { model = model, optimizer = opt }) end)
+      assert.equal(0.9, key == "betas" and opt.groups[1].betas[1] or opt.groups[1].momentum)
+      model:close()
+    end
+  end)
+end)
+
+describe("settings of a checkpoint", function()
+  after_each(close)
+  local folder = os.tmpname() .. "d"
+  setup(function() os.execute("mkdir -p " .. folder) end)
+  teardown(function() os.execute("rm -rf " .. folder) end)
+
+  local function saved(params, scheduler)
+    local path = folder .. "/run"
+    local model, opt = open({ type = "AdamW", params = params }, { scheduler = scheduler })
+    step(model, opt, 1)
+    opt.groups[1].lr = opt.groups[1].lr / 2
+    ps.checkpoints.save(path, { model = model, optimizer = opt, step = 1 })
+    model:close()
+    return path
+  end
+  local function loaded(path, params, scheduler)
+    local model, opt = open({ type = "AdamW", params = params }, { scheduler = scheduler, quiet = false })
+    local said = check.printed(function() ps.checkpoints.load(path, { model = model, optimizer = opt }) end)
+    local group = opt.groups[1]
+    model:close()
+    return group, said
+  end
+
+  it("replace those of the run, and a note says so", function()
+    local group, said = loaded(saved { lr = 0.1, weight_decay = 0.3 }, { lr = 0.2, weight_decay = 0.01 })
+    assert.same({ 0.05, 0.3 }, { group.lr, group.weight_decay })
+    assert.matches("the settings of the saved optimizer replace those of this run (group 1: lr is 0.05, not 0.2; "
+      .. "group 1: weight_decay is 0.3, not 0.01)", said, 1, true)
+  end)
+  it("are not noted if the run was made with the same, or if a schedule sets the rate", function()
+    local group, said = loaded(saved { lr = 0.1, weight_decay = 0.3 }, { lr = 0.1, weight_decay = 0.3 })
+    assert.equal(0.05, group.lr)
+    assert.equal("", said)
+    local linear = { type = "linear", params = { num_warmup_steps = 0, num_training_steps = 10 } }
+    group, said = loaded(saved({ lr = 0.1 }, linear), { lr = 0.2 }, linear)
+    assert.near(0.18, group.lr, 1e-12)
+    assert.equal("", said)
+  end)
+end)
+
+describe("a parameter without elements", function()
+  after_each(close)
+  local function make()
+    local model = model_func()
+    model.empty = nn.Parameter(ps.zeros { 0, 4 })
+    return model
+  end
+  it("is refused by name in chunks, and accepted in plain memory", function()
+    fails(function() open({ type = "AdamW" }, { model_func = make }) end, "parameter empty [0, 4] has no elements",
+      'memory = "plain"')
+    local model, opt = open({ type = "AdamW" }, { model_func = make, memory = "plain" })
+    assert.is_false(step(model, opt, 1).skipped)
+  end)
+end)
