@@ -112,7 +112,6 @@ static void fill_kernels(const isa *set, ps_kernel *kernel)
     kernel[PS_OP_linear_grad] = ps_cpu_linear_grad;
     kernel[PS_OP_mlp] = ps_cpu_mlp;
     kernel[PS_OP_sample] = ps_cpu_sample;
-    kernel[PS_OP_muon_] = ps_cpu_muon;
     kernel[PS_OP_adafactor_] = ps_cpu_adafactor;
     kernel[PS_OP_lamb_] = ps_cpu_lamb;
     kernel[PS_OP_linear_gelu_backward] = ps_cpu_linear_gelu_backward;

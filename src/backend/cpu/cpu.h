@@ -12,7 +12,7 @@
 enum { PS_PAR_MIN = 1 << 14 };        /* in smaller loops, starting and joining threads costs more than it saves */
 
 #define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(update) \
-    X(attention) X(rope) X(channel_norm) X(image)
+    X(muon) X(attention) X(rope) X(channel_norm) X(image)
 
 /* Returns true if the elements of the view are dense and in row-major order. */
 static inline bool view_flat(const ps_view *v)
@@ -41,8 +41,7 @@ int ps_cpu_pack_op(ps_call *call);
 int ps_cpu_linear_packed(ps_call *call);
 int ps_cpu_lm_loss(ps_call *call);
 int ps_cpu_sample(ps_call *call);
-int ps_cpu_muon(ps_call *call);                  /* muon.c */
-int ps_cpu_adafactor(ps_call *call);
+int ps_cpu_adafactor(ps_call *call);             /* whole.c */
 int ps_cpu_lamb(ps_call *call);
 int ps_cpu_linear_grad(ps_call *call);           /* chain.c */
 int ps_cpu_mlp(ps_call *call);

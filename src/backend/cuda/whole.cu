@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * LAMB and Adafactor, whose updates depend on sums over the whole tensor. The kernels perform the same operations in
- * the same order as the cpu backend (cpu/muon.c), so results are bit-identical to its results. All threads compute the
+ * the same order as the cpu backend (cpu/whole.c), so results are bit-identical to its results. All threads compute the
  * terms of a sum. One thread adds up the terms in double, in the order of the elements. */
 #include "backend/cuda/optim.h"
 #include "base/update.h"
