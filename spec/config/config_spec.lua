@@ -72,8 +72,12 @@ describe("config files", function()
       cfg.scheduler.params.warmup_max_lr })
     assert.same({ 4, 1, 4, "bf16" }, { cfg.train_batch_size, cfg.gradient_accumulation_steps,
       cfg.train_micro_batch_size_per_gpu, cfg.precision })
-    has(table.concat(notes, "\n"), '"auto" was replaced by the default', "gradient_clipping = 0")
+    has(table.concat(notes, "\n"), '"auto" was replaced: ', "gradient_clipping = 0")
     has(failure(examples .. "hf_auto.json", { auto = { total_num_steps = "many" } }), "total_num_steps", '"many"')
+    cfg, notes = config.read { fp16 = { enabled = "auto" } }
+    assert.equal("fp32", cfg.precision)
+    has(table.concat(notes, "\n"), '"auto" was replaced: fp16.enabled')
+    assert.not_matches("is missing", table.concat(notes, "\n"), 1, true)
   end)
 
   -- Returns the sizes in a configuration: stages, tensor-parallel ranks, and data-parallel processes times rows.

@@ -131,6 +131,18 @@ describe("a configured schedule", function()
     -- Groups with a momentum of 0, which have no buffer without the schedule.
     local got = momenta({ type = "SGD" }, cycle(), 5, { param_groups = { { momentum = 0, lr = 0.1 } } })
     for i, want in ipairs(WANT) do assert.near(want, got[i][1], 1e-12) end
+    -- Groups of other optimizers, whatever the type of the configuration.
+    local function is_bias(name) return name:find "bias" ~= nil end
+    local two = { { match = is_bias, optimizer = "SGD" }, { optimizer = "AdamW" } }
+    for _, kind in ipairs { "AdamW", "Adafactor" } do
+      for _, memory in ipairs { "chunk", "plain" } do
+        got = momenta({ type = kind }, cycle(), 5, { param_groups = two, memory = memory == "plain" and memory or nil })
+        for i, want in ipairs(WANT) do
+          assert.near(want, got[i][1], 1e-12)
+          assert.near(want, got[i][2], 1e-12)
+        end
+      end
+    end
     ps.manual_seed(3)
     local module = model_func()
     got = momenta(nil, cycle(), 5, { model = module, optimizer = ps.optim.SGD(module, { lr = 0.1 }) })
@@ -138,8 +150,8 @@ describe("a configured schedule", function()
   end)
   it("OneCycleLR refuses an optimizer with neither betas nor momentum, and says what has no effect", function()
     for _, given in ipairs { {}, { cycle_momentum = true } } do
-      fails(function() config.read { optimizer = { type = "Adafactor" }, scheduler = cycle(given) } end,
-        "cycle_momentum", "Adafactor has neither betas nor momentum; write false")
+      fails(function() open({ type = "Adafactor" }, { scheduler = cycle(given) }) end,
+        "cycle_momentum", "Adafactor (group 1) has neither betas nor momentum; write false")
     end
     assert.is_truthy(config.read { optimizer = { type = "Adafactor" }, scheduler = cycle { cycle_momentum = false } })
     assert.is_truthy(config.read { optimizer = { type = "SGD" }, scheduler = cycle { cycle_momentum = true } })
@@ -178,13 +190,92 @@ describe("a configured schedule", function()
       for i = 1, 3 do step(model, opt, i) end
       ps.checkpoints.save(path, { model = model, optimizer = opt, step = 3 })
       model:close()
-      if kind == "SGD" then params.momentum = 0.9 end
-      model, opt = open({ type = kind, params = params }, { scheduler = { type = "cosine",
-        params = { num_warmup_steps = 0, num_training_steps = 10 } } })
-      check.printed(function() ps.checkpoints.load(path, { model = model, optimizer = opt }) end)
-      assert.equal(0.9, key == "betas" and opt.groups[1].betas[1] or opt.groups[1].momentum)
-      model:close()
+      for _, momentum in ipairs(kind == "SGD" and { 0, 0.9 } or { 0.9 }) do
+        if kind == "SGD" then params.momentum = momentum end
+        model, opt = open({ type = kind, params = params }, { quiet = false, scheduler = { type = "cosine",
+          params = { num_warmup_steps = 0, num_training_steps = 10 } } })
+        local said = check.printed(function() ps.checkpoints.load(path, { model = model, optimizer = opt }) end)
+        assert.equal(momentum, key == "betas" and opt.groups[1].betas[1] or opt.groups[1].momentum)
+        assert.not_matches("replace those of this run", said, 1, true)
+        step(model, opt, 4)
+        model:close()
+      end
     end
+    -- DeepSpeed's OneCycle also changes beta2.
+    local path, params = folder .. "/both", { lr = 0.1, betas = { 0.8, 0.95 } }
+    local model, opt = open({ type = "AdamW", params = params }, { scheduler = { type = "OneCycle", params = {
+      cycle_min_lr = 0.01, cycle_max_lr = 0.1, cycle_first_step_size = 5 } } })
+    step(model, opt, 1)
+    assert.equal(0.99, opt.groups[1].betas[2])
+    ps.checkpoints.save(path, { model = model, optimizer = opt, step = 1 })
+    model:close()
+    model, opt = open({ type = "AdamW", params = params }, { scheduler = { type = "constant" } })
+    check.printed(function() ps.checkpoints.load(path, { model = model, optimizer = opt }) end)
+    assert.same({ 0.8, 0.95 }, opt.groups[1].betas)
+    -- OneCycleLR within a chain; beta2 is the checkpoint's.
+    path = folder .. "/chain"
+    model = model_func()
+    opt = ps.optim.AdamW(model, { lr = 0.1, betas = { 0.9, 0.95 } })
+    local chain = ps.sched.ChainedScheduler { ps.sched.OneCycleLR(opt, CYCLE) }
+    for _ = 1, 3 do chain:step() end
+    ps.checkpoints.save(path, { model = model, optimizer = opt, sched = chain, step = 3 })
+    opt = ps.optim.AdamW(model, { lr = 0.1 })
+    check.printed(function()
+      ps.checkpoints.load(path, { model = model, optimizer = opt, sched = ps.sched.StepLR(opt, 5) })
+    end)
+    assert.same({ 0.9, 0.95 }, opt.groups[1].betas)
+  end)
+  it("of the script begins where it would be, in a chain, too, or where last_epoch says", function()
+    local path, sched = folder .. "/script", ps.sched
+    local model = model_func()
+    local opt = ps.optim.AdamW(model, { lr = 0.1 })
+    for i = 1, 3 do
+      ps.manual_seed(i)
+      model(ps.randn { 4, 6 }):pow(2):mean():backward()
+      opt:step()
+    end
+    ps.checkpoints.save(path, { model = model, optimizer = opt, step = 3 })
+    ps.checkpoints.save(path .. "s", { model = model, optimizer = opt, step = 3,
+      sched = sched.StepLR(ps.optim.AdamW(model, { lr = 0.1 }), 1) })
+    local function rates(make, from, load)
+      opt = ps.optim.AdamW(model, { lr = 0.1 })
+      local schedule, list = make(opt), {}
+      if load then check.printed(ps.checkpoints.load, load, { model = model, optimizer = opt, sched = schedule })
+      else for _ = 1, from do schedule:step() end end
+      for i = 1, 4 do
+        list[i] = ("%.12g"):format(opt.lr)
+        schedule:step()
+      end
+      return list
+    end
+    local chains = {
+      function(o) return sched.ChainedScheduler { sched.StepLR(o, 2, 0.5), sched.ExponentialLR(o, 0.9) } end,
+      function(o) return sched.ChainedScheduler { sched.ConstantLR(o, 0.1, 5), sched.ExponentialLR(o, 0.9) } end,
+      function(o) return sched.SequentialLR(o, { sched.ConstantLR(o, 0.1, 5), sched.ExponentialLR(o, 0.9) }, { 4 }) end,
+    }
+    for _, make in ipairs(chains) do
+      assert.same(rates(make, 3), rates(make, nil, path))
+      assert.same(rates(make, 3)[1], rates(function(o)
+        local schedule = make(o)
+        schedule:continue_at(3)
+        return schedule
+      end, 0)[1])
+    end
+    -- A checkpoint with another schedule, whose state has 0 steps.
+    for _, make in ipairs(chains) do assert.same(rates(make, 0), rates(make, nil, path .. "s")) end
+    opt = ps.optim.AdamW(model, { lr = 0.1 })
+    local warm = sched.WarmupLR { optimizer = opt, warmup_num_steps = 100, last_batch_iteration = 49 }
+    local want = opt.lr
+    assert.matches("begins at its step 50", check.printed(ps.checkpoints.load, path, { model = model, optimizer = opt,
+      sched = warm }), 1, true)
+    assert.equal(want, opt.lr)
+  end)
+  it("is refused if the given optimizer already has one", function()
+    local module = model_func()
+    local optimizer = ps.optim.AdamW(module, { lr = 0.1 })
+    ps.sched.StepLR(optimizer, 5)
+    fails(function() open(nil, { model = module, optimizer = optimizer, scheduler = cycle() }) end,
+      "the optimizer already has a schedule of ps.sched, and the configuration has the schedule OneCycleLR")
   end)
 end)
 
@@ -217,6 +308,46 @@ describe("settings of a checkpoint", function()
     assert.matches("the settings of the saved optimizer replace those of this run (group 1: lr is 0.05, not 0.2; "
       .. "group 1: weight_decay is 0.3, not 0.01)", said, 1, true)
   end)
+  it("are noted again by later runs, and beta2 next to a schedule of beta1", function()
+    local path = saved { lr = 0.1 }
+    local model, opt = open { type = "AdamW", params = { lr = 0.2 } }
+    check.printed(ps.checkpoints.load, path, { model = model, optimizer = opt })
+    ps.checkpoints.save(path, { model = model, optimizer = opt, step = 2 })
+    model:close()
+    local _, said = loaded(path, { lr = 0.2 })
+    assert.matches("(group 1: lr is 0.05, not 0.2)", said, 1, true)
+    local cycle = { type = "OneCycleLR", params = { max_lr = 0.1, total_steps = 10 } }
+    local group
+    group, said = loaded(saved({ lr = 0.1, betas = { 0.9, 0.95 } }, cycle), { lr = 0.1, betas = { 0.9, 0.999 } }, cycle)
+    assert.equal(0.95, group.betas[2])
+    assert.matches("group 1: betas is ", said, 1, true)
+  end)
+  it("are not noted for a schedule of the script", function()
+    for _, adopted in ipairs { false, true } do
+      local path, texts = folder .. "/own", {}
+      for run = 1, 2 do
+        local module = model_func()
+        local model, opt, schedule
+        if adopted then
+          opt = ps.optim.AdamW(module, { lr = 0.1 })
+          schedule = ps.sched.OneCycleLR(opt, { max_lr = 0.1, total_steps = 10 })
+          model = ps.initialize { model = module, optimizer = opt, config = { plan_print = false } }
+        else
+          model, opt = open({ type = "AdamW", params = { lr = 0.1 } }, { quiet = false })
+          schedule = ps.sched.OneCycleLR(opt, { max_lr = 0.1, total_steps = 10 })
+        end
+        local parts = { model = model, optimizer = opt, sched = schedule, step = 3 }
+        if run == 2 then texts[2] = check.printed(ps.checkpoints.load, path, parts) end
+        for i = 1, 3 do
+          step(model, opt, i)
+          schedule:step()
+        end
+        if run == 1 then ps.checkpoints.save(path, parts) end
+        model:close()
+      end
+      assert.equal("", texts[2])
+    end
+  end)
   it("are not noted if the run was made with the same, or if a schedule sets the rate", function()
     local group, said = loaded(saved { lr = 0.1, weight_decay = 0.3 }, { lr = 0.1, weight_decay = 0.3 })
     assert.equal(0.05, group.lr)
@@ -225,6 +356,62 @@ describe("settings of a checkpoint", function()
     group, said = loaded(saved({ lr = 0.1 }, linear), { lr = 0.2 }, linear)
     assert.near(0.18, group.lr, 1e-12)
     assert.equal("", said)
+  end)
+end)
+
+describe("a momentum of 0", function()
+  after_each(close)
+  local path = os.tmpname() .. "d"
+  teardown(function() os.execute("rm -rf " .. path) end)
+
+  it("in a checkpoint continues without the buffer, and with it if it is there", function()
+    for _, memory in ipairs { "chunk", "plain" } do
+      local function run(momentum)
+        return open({ type = "SGD", params = { lr = 0.1, momentum = momentum } },
+          { memory = memory == "plain" and memory or nil })
+      end
+      local model, opt = run(0)
+      step(model, opt, 1)
+      ps.checkpoints.save(path, { model = model, optimizer = opt, step = 1 })
+      model:close()
+      model, opt = run(0.9)
+      ps.checkpoints.load(path, { model = model, optimizer = opt })
+      assert.equal(0, opt.groups[1].momentum)
+      step(model, opt, 2)
+      model:close()
+    end
+    local module = model_func()
+    local opt = ps.optim.SGD(module, { lr = 0.1, momentum = 0.9 })
+    local function one(seed)
+      ps.manual_seed(seed)
+      module(ps.randn { 4, 6 }):pow(2):mean():backward()
+      opt:step()
+      opt:zero_grad()
+    end
+    one(1)
+    opt.groups[1].momentum = 0
+    local saved = opt:state_dict(module)
+    assert.is_truthy(saved.tensors["0.weight.momentum_buffer"])
+    opt:load_state_dict(saved, module)
+    assert.equal(1, opt:torch_state_dict().state[0].step)
+    assert.is_truthy(opt:torch_state_dict().state[0].momentum_buffer)
+    opt = ps.optim.SGD(module, { lr = 0.1 })
+    one(2)
+    saved = opt:state_dict(module)
+    opt = ps.optim.SGD(module, { lr = 0.1, momentum = 0.9 })
+    opt:load_state_dict(saved, module)
+    assert.equal(0, opt.groups[1].momentum)
+    saved.values.groups[1].momentum = "0.9"
+    fails(function() opt:load_state_dict(saved, module) end, "has no momentum_buffer for parameter 0.weight")
+  end)
+  it("that a script changes needs buffers, also with clipping and accumulation", function()
+    local model, opt = ps.initialize { quiet = true, model_func = model_func, config = { optimizer = { type = "SGD" },
+      gradient_clipping = 1, gradient_accumulation_steps = 2, plan_print = false } }
+    opt.groups[1].momentum = 0.9
+    fails(function()
+      for _ = 1, 2 do model:backward(model(ps.randn { 4, 6 }):pow(2):mean()) end
+      opt:step()
+    end, "SGD, group 1: momentum is 0.9, but no group needed states")
   end)
 end)
 

@@ -33,6 +33,17 @@ describe("the parameters of an optimizer", function()
     fails(function() optim.SGD({ a, nil, b }, { lr = 1 }) end,
       "SGD: item 2 of the list of parameters or groups is nil, but item 3 is not")
     fails(function() optim.SGD({ a, x = b }, { lr = 1 }) end, "has the key \"x\"; a list has only the keys 1, 2, ...")
+    for _, key in ipairs { 0, -1, 1.5 } do
+      fails(function() optim.SGD({ a, [key] = b }, { lr = 1 }) end, "has the key " .. key)
+    end
+    local config = { optimizer = { type = "AdamW" } }
+    local function make() return nn.Linear(2, 2) end
+    fails(function() ps.initialize { model_func = make, config = config, param_groups = { { lr = 1 }, x = {} } } end,
+      "ps.initialize: param_groups has the key \"x\"")
+    local function never() return false end
+    fails(function()
+      ps.initialize { model_func = make, config = config, param_groups = { { match = never }, nil, { lr = 1 } } }
+    end, "item 2 of param_groups is nil")
     fails(function() optim.SGD({ { params = { a } }, { params = { x = b } } }, { lr = 1 }) end,
       "SGD, group 2: params has the key \"x\"")
     fails(function() optim.SGD({ { params = { a, nil, b } } }, { lr = 1 }) end, "SGD, group 1: item 2 of params is nil")
@@ -60,6 +71,28 @@ describe("the groups of an optimizer", function()
     assert.is_nil(optimizer.param_groups[2])
     optimizer.param_groups[1].lr = -1
     fails(function() optimizer:step() end, "SGD, group 1: lr is -1")
+  end)
+  it("cannot be removed or replaced", function()
+    local module = nn.Linear(2, 2)
+    local optimizer = optim.AdamW { { params = { module.weight } }, { params = { module.bias } } }
+    local second = table.remove(optimizer.groups)
+    fails(function() optimizer:step() end, "AdamW, group 2 was removed after the optimizer was made")
+    optimizer.groups[2] = {}
+    for key, value in pairs(second) do optimizer.groups[2][key] = value end
+    fails(function() optimizer:step() end, "AdamW, group 2 was replaced after the optimizer was made")
+    optimizer.groups[2] = second
+    optimizer:step()
+    optimizer.groups[2].params[1] = nn.Linear(2, 2).bias
+    fails(function() optimizer:step() end, "AdamW, group 2: parameter 1 of params was replaced")
+  end)
+  it("of schedule-free AdamW keep their counters", function()
+    local optimizer = optim.AdamWScheduleFree(nn.Linear(2, 2))
+    for key, wrong in pairs { k = "x", weight_sum = 0 / 0 } do
+      local old = optimizer.groups[1][key]
+      optimizer.groups[1][key] = wrong
+      fails(function() optimizer:step() end, "AdamWScheduleFree, group 1: " .. key .. " is")
+      optimizer.groups[1][key] = old
+    end
   end)
   it("keep the types of their settings, and their optimizer", function()
     local optimizer = made()

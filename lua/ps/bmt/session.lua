@@ -12,6 +12,7 @@ local adopt = require "ps.engine.state.adopt"
 local build = require "ps.engine.layout.build"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
+local optim_groups = require "ps.optim.groups"
 local deferred = require "ps.nn.deferred"
 local registry = require "ps.nn.registry"
 local dist = require "ps.dist"
@@ -350,6 +351,7 @@ function Session:take(module)
     for key, value in pairs(group) do if groups[number][key] == nil then groups[number][key] = value end end
     engine.optimizer.groups[number] = groups[number]
   end
+  optim_groups.record(engine.optimizer)
   self.module = module
   self.taken(engine)
 end

@@ -326,6 +326,11 @@ end
 
 local function check(opened, parts, with)
   local state = opened.state
+  local adapters = rawget(handle.module(parts.model), "adapters_")
+  local different = adapters and state.adapters and adapters:difference(state.adapters)
+  if different then
+    error(("%s: %s: wrap the model (ps.lora.wrap) with the options of the saved run"):format(opened.path, different), 0)
+  end
   -- The checkpoint was saved without a loss scale. The engine's loss scale keeps its initial value.
   if not parts.scaler and not state.scaler then with.scaler = nil end
   if with.sched and not state.sched and not with.sched.continue_at then
@@ -353,16 +358,20 @@ end
 local function load_schedule(opened, sched)
   local state = opened.state
   if state.sched then return sched:load_state_dict(state.sched) end
-  local count = state.optimizer and state.optimizer.steps or state.step
+  local count = sched.began or state.optimizer and state.optimizer.steps or state.step
   sched:continue_at(count)
-  say(("%s was saved without a schedule: sched.%s begins at its step %d, with the rate %.6g"):format(opened.path,
-    sched.name, count, sched:lr()))
+  say(("%s was saved without a schedule: %s begins at its step %d%s"):format(opened.path, sched.name
+    and "sched." .. sched.name or "the given sched", count, sched.lr and (", with the rate %.6g"):format(sched:lr())
+    or ""))
 end
 
 local function apply(opened, parts, with, group)
   local state, tensors = opened.state, opened.tensors
   if with.loader then with.loader:load_state_dict(state.loader) end
   if with.scaler then with.scaler:load_state_dict(state.scaler) end
+  if with.sched and state.sched and with.sched.keep_momentum and state.optimizer then
+    with.sched:keep_momentum(state.sched, state.optimizer)
+  end
   if with.optimizer then
     with.optimizer:load_state_dict({ tensors = optimizer_tensors(tensors), values = state.optimizer }, parts.model)
   end

@@ -187,6 +187,14 @@ local function check_auto(state)
   end
 end
 
+--- Returns whether the value "auto" of a path was replaced by the default.
+---@param path string
+---@return boolean
+function State:was_auto(path)
+  for _, one in ipairs(self.defaulted) do if one == path then return true end end
+  return false
+end
+
 -- Returns the value that replaces "auto". Returns nil if the default replaces it.
 local function resolve_auto(state, row)
   local value = state.auto[row.path]

@@ -76,7 +76,8 @@ local config = {}
 ---@field type "Adam"|"AdamW"|"SGD"
 ---@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean, momentum?:
 ---  number, dampening?: number, nesterov?: boolean} momentum, dampening and nesterov are settings of SGD
----@field first_momentum? number the momentum of groups without betas, if a schedule changes it
+---@field first_momentum? number set if a schedule changes beta1 and momentum: the first momentum of groups without
+--- betas
 
 ---@class ps.config.Fp16
 ---@field enabled boolean
@@ -209,20 +210,17 @@ local function resolve_cycle(state, optimizer, params)
   state:note("scheduler.params.cycle_momentum: off, as in DeepSpeed, because %s has no betas", made.name)
 end
 
--- Resolves cycle_momentum of PyTorch's OneCycleLR, which changes beta1, or the momentum of optimizers without betas.
+-- Resolves cycle_momentum of PyTorch's OneCycleLR, which changes beta1, or the momentum of groups without betas.
+-- Optimizers keep a momentum buffer only if the momentum is not 0, so such groups begin with a momentum above 0.
 local function resolve_cycle_of_torch(state, optimizer, params)
+  optimizer.first_momentum = math.max(params.max_momentum, params.base_momentum)
   local made = optimizers.of(optimizer.type)
-  local key = made.defaults.betas and "betas" or made.defaults.momentum and "momentum"
-  if not key then
-    state:fail("scheduler.params.cycle_momentum is true%s, but %s has neither betas nor momentum; write false",
-      state.given["scheduler.params.cycle_momentum"] and "" or " (the default)", made.name)
-  end
-  -- Optimizers keep a momentum buffer only if the momentum is not 0.
-  if key == "momentum" then optimizer.first_momentum = math.max(params.max_momentum, params.base_momentum) end
+  local key = made.defaults.betas and "betas" or "momentum"
   if state.given["optimizer.params." .. key] then
+    local path = state:shown("optimizer.params." .. key)
     state:note("scheduler.params.cycle_momentum: %s follows the cycle, between %g and %g; %s has no effect",
       key == "betas" and "beta1" or "the momentum", params.base_momentum, params.max_momentum,
-      key == "betas" and "the first number of optimizer.params.betas" or "optimizer.params.momentum")
+      key == "betas" and "the first number of " .. path or path)
   end
 end
 
@@ -256,7 +254,7 @@ local function resolve_fp16(state, fp16)
   local by_spelling = state.given["fp16.init_scale"] or fp16.loss_scale == "dynamic"
   if fp16.enabled == nil then
     fp16.enabled = by_spelling or false
-    if not by_spelling and state.given.fp16 then
+    if not by_spelling and state.given.fp16 and not state:was_auto "fp16.enabled" then
       state:note("fp16: fp16.enabled = true is missing, so fp16 is off")
     end
   end
@@ -325,7 +323,7 @@ local function finish_notes(state, cfg)
       for name in path:gmatch("[^.]+") do value = type(value) == "table" and value[name] or nil end
       list[i] = path .. (value ~= nil and " = " .. check.show(value) or "")
     end
-    state:note('"auto" was replaced by the default: %s', table.concat(list, ", "))
+    state:note('"auto" was replaced: %s', table.concat(list, ", "))
   end
   for _, group in ipairs(state.ignored) do
     state:note("%s: ignored: %s", table.concat(group.paths, ", "), group.words)

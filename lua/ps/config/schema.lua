@@ -29,7 +29,7 @@ local BATCH = "lua/ps/config/batch_sizes.lua"
 local BUDGETS = "lua/ps/config/memory.lua"
 local EMBED = "lua/ps/engine/layout/embed.lua"
 local ENGINE = "lua/ps/engine/init.lua"
-local GROUPS = "lua/ps/optim/groups.lua"
+local GROUPS = "lua/ps/optim/engine_groups.lua"
 local HYBRID = "lua/ps/engine/plan/hybrid.lua"
 local OPTIMIZER = "lua/ps/engine/state/optimizer.lua"
 local OPTIONS = "lua/ps/engine/layout/options.lua"
@@ -95,7 +95,8 @@ local sections = {
     { "train_batch_size", T.integer(1), nil, H, "number of samples per optimizer step, over all processes",
       acts = BATCH },
     { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "number of samples per forward and backward pass; in "
-      .. "training, a batch of another size is an error", acts = SAMPLES },
+      .. "training, a batch of another size is an error (model:micro_batches divides a batch by itself)",
+      acts = SAMPLES },
     { "gradient_accumulation_steps", T.integer(1, T.MICRO_BATCHES), nil, H, "number of micro-batches per optimizer "
       .. "step", acts = SETUP },
     { "sequence_parallel_size", T.integer(1), 1, L, "sequences are not split among processes" },

@@ -147,8 +147,8 @@ return function(T, one_of)
       { "anneal_strategy", T.enum "cos|linear", "cos", H, "curve along which the rate rises and falls" },
       { "cycle_momentum", T.boolean, true, H, "whether beta1, or the momentum of SGD, RMSprop and Muon, moves in the "
         .. "opposite direction" },
-      { "base_momentum", T.ratio, 0.85, H, "beta1, or momentum, at the highest rate" },
-      { "max_momentum", T.ratio, 0.95, H, "beta1, or momentum, at both ends of the cycle" },
+      { "base_momentum", T.below_one, 0.85, H, "beta1, or momentum, at the highest rate" },
+      { "max_momentum", T.below_one, 0.95, H, "beta1, or momentum, at both ends of the cycle" },
       { "div_factor", T.above_zero, 25, H, "max_lr divided by the first rate" },
       { "final_div_factor", T.above_zero, 1e4, H, "the first rate divided by the last rate" },
       { "three_phase", T.boolean, false, H, "whether the rate first falls to the first rate as fast as it rose, and "

@@ -80,6 +80,9 @@ types.scale = new("a number above 0, up to 2^127", function(value)
   return finite(value) and value > 0 and value <= 2 ^ 127, value
 end)
 types.ratio = types.number(0, 1)
+types.below_one = new("a number of at least 0 and below 1", function(value)
+  return finite(value) and value >= 0 and value < 1, value
+end)
 types.share = new("a number above 0, up to 1", function(value)
   return finite(value) and value > 0 and value <= 1, value
 end)

@@ -29,6 +29,7 @@ local place_options = require "ps.engine.layout.options"
 local own_loss = require "ps.engine.step.own_loss"
 local shortage = require "ps.engine.plan.shortage"
 local optim_groups = require "ps.optim.groups"
+local engine_groups = require "ps.optim.engine_groups"
 local optimizers = require "ps.optimizers"
 local random_state = require "ps.dist.random_state"
 local ffi, C = native.ffi, native.C
@@ -107,6 +108,16 @@ local function check_kind(list, default)
   end
 end
 
+-- Raises an error if OneCycleLR is to change the momentum of a group that has none.
+local function check_cycle(list)
+  for number, group in ipairs(list) do
+    if not group.betas and not group.momentum then
+      error(("scheduler.params.cycle_momentum is true (the default), but %s (group %d) has neither betas nor momentum; "
+        .. "write false"):format(group.kind, number))
+    end
+  end
+end
+
 --- Returns the arguments of ps.initialize as a table of names.
 ---@return {model_func?: function, optimizer?: ps.Optimizer, module?: ps.nn.Module, config: table|string, client?:
 ---  table, auto?: table, param_groups?: table[], quiet?: boolean, example?: any, loss?: fun(out: table, batch: table):
@@ -143,6 +154,8 @@ function setup.request(first, local_rank, cfg, client)
     if not request.module then error "ps.initialize: an optimizer needs its module; pass it as `model`" end
     adopt.check(request.optimizer)
     request.param_groups = adopt.groups(request.optimizer, request.module)
+  elseif type(request.param_groups) == "table" then
+    optim_groups.check_whole(request.param_groups, "ps.initialize", "param_groups")
   end
   request.param_groups = checked_groups(request.param_groups)
   mesh.check_joined "ps.initialize"
@@ -277,7 +290,13 @@ function setup.configure(engine, request, config)
   end
   request.param_groups = request.param_groups or optim_groups.split(cfg.optimizer.type)
   check_kind(request.param_groups, cfg.optimizer.type)
-  optim_groups.check(optim_groups.configured(cfg.optimizer, request.param_groups), cfg.optimizer.type)
+  local list = engine_groups.configured(cfg.optimizer, request.param_groups)
+  optim_groups.check(list, cfg.optimizer.type)
+  if cfg.optimizer.first_momentum then check_cycle(list) end
+  if cfg.scheduler and request.optimizer and optim_groups.changes(request.optimizer.groups) then
+    error(("ps.initialize: the optimizer already has a schedule of ps.sched, and the configuration has the schedule "
+      .. "%s; remove one of them"):format(cfg.scheduler.type))
+  end
   if not world or world:rank() == 0 then
     for _, text in ipairs(notes or {}) do note_of_job(engine, text) end
   end
@@ -367,8 +386,8 @@ local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
   local stage = engine.zero_stage
-  local state, list = 0, optim_groups.configured(engine.cfg.optimizer, engine.param_groups)
-  for _, states in ipairs(optim_groups.states(list)) do state = math.max(state, 4 + optimizers.states_most(states)) end
+  local state, list = 0, engine_groups.configured(engine.cfg.optimizer, engine.param_groups)
+  for _, states in ipairs(engine_groups.states(list)) do state = math.max(state, 4 + optimizers.states_most(states)) end
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 

@@ -20,12 +20,23 @@ function entries.state_dtype(param) return param:dtype() == "fp64" and "fp64" or
 -- Returns the type of a state tensor of a parameter.
 local function dtype_of(state, param) return state.dtype == "fp32" and entries.state_dtype(param) or state.dtype end
 
---- Returns the states that a parameter needs.
+--- Returns the states that a parameter can have.
+---@param entry table
+---@return table[]
+function entries.all_states_of(entry)
+  return optimizers.states_for(optimizers.of_group(entry.group).states, entry.param:shape())
+end
+
+--- Returns the states that a parameter needs with the settings of its group, and the states that it has.
 ---@param entry table
 ---@return table[]
 function entries.states_of(entry)
-  local states = optimizers.states_of(optimizers.of_group(entry.group), { entry.group })
-  return optimizers.states_for(states, entry.param:shape())
+  local needed, list = #optimizers.states_of(optimizers.of_group(entry.group), { entry.group }), {}
+  for k, state in ipairs(optimizers.of_group(entry.group).states) do
+    local fits = not state.shape or state.shape(entry.param:shape())
+    if fits and (k <= needed or entry[state.name] ~= nil) then list[#list + 1] = state end
+  end
+  return list
 end
 
 --- Creates the state of a parameter when the parameter has a gradient for the first time. Returns the states that the

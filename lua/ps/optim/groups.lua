@@ -1,10 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Parameter groups, for the optimizers of ps.optim and of engines. Scripts may change a group's settings between steps.
--- This file sets the learning rates of groups, converts settings to text for saved states, and finds the group of an
--- engine's parameter. It also checks settings, because settings out of range can increase the loss or produce NaN.
+-- This file sets the learning rates of groups. It also checks groups and settings, because settings out of range can
+-- increase the loss or produce NaN.
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
-local copied = require "ps.core.copied"
 local types = require "ps.core.types"
 local optimizers = require "ps.optimizers"
 local mesh = require "ps.dist.mesh"
@@ -62,9 +61,13 @@ function groups.check_parameter(group, name, param, cut)
       .. "optimizer = \"%s\")"):format(made.name, name, shape, made.rest), 0)
   end
   if cut and (made.whole or made.blocks) then
-    error(("%s needs the whole of %s, but each tensor-parallel rank has only a part (here [%s]): use AdamW, Adam, " ..
-      "SGD or Lion with "
-      .. "tensor_parallel, or ZeRO or pipelines with %s"):format(made.name, name, shape, made.name), 0)
+    local able = {}
+    for _, other in ipairs(optimizers.names) do
+      local of = optimizers.of(other)
+      if not of.whole and not of.blocks then able[#able + 1] = other end
+    end
+    error(("%s needs the whole of %s, but each tensor-parallel rank has only a part (here [%s]): with tensor_parallel "
+      .. "use %s; or use ZeRO or pipelines"):format(made.name, name, shape, table.concat(able, ", ")), 0)
   end
 end
 
@@ -88,10 +91,12 @@ end
 ---@return string?
 function groups.problem(group)
   local made = optimizers.of_group(group)
-  for _, key in ipairs(made.settings) do
-    local kind = type(made.defaults[key])
-    if type(group[key]) ~= kind then
-      return ("%s is %s, not a %s"):format(key, check.show(group[key]), kind)
+  for _, fields in ipairs { made.defaults, made.counters } do
+    for key, value in pairs(fields) do
+      local nan = fields == made.counters and group[key] ~= group[key]    -- settings have ranges
+      if type(group[key]) ~= type(value) or nan then
+        return ("%s is %s, not a %s"):format(key, check.show(group[key]), type(value))
+      end
     end
   end
   return check.out_of_range(group, types.OPTIMIZER) or made.ranges and check.out_of_range(group, made.ranges)
@@ -106,10 +111,13 @@ local function kind_of(value)
   return is_tensor(value) and "a tensor" or value == nil and "nil" or "a " .. type(value)
 end
 
--- Raises an error if a list has items that ipairs does not reach: items after a nil, and items with names.
-local function check_whole(list, kind, what)
+--- Raises an error if a list has items that ipairs does not reach: items after a nil, and items with names.
+---@param list table
+---@param kind string the optimizer or the call, for the error
+---@param what string the list, for the error
+function groups.check_whole(list, kind, what)
   for key in pairs(list) do
-    if type(key) ~= "number" then
+    if type(key) ~= "number" or key < 1 or key % 1 ~= 0 then
       error(("%s: %s has the key %s; a list has only the keys 1, 2, ..."):format(kind, what, check.show(key)))
     elseif key > 1 and list[key - 1] == nil then
       error(("%s: item %d of %s is nil, but item %.14g is not; leave no nil in the list"):format(kind, key - 1, what,
@@ -117,7 +125,6 @@ local function check_whole(list, kind, what)
     end
   end
 end
-groups.check_whole = check_whole
 
 --- Checks the first argument of an optimizer when it is not a module.
 ---@param params any
@@ -133,7 +140,7 @@ function groups.check_given(params, kind)
     error(("%s takes a module, a list of parameters or a list of groups, not %s%s"):format(kind, kind_of(params),
       hint and ": " .. hint or ""))
   end
-  check_whole(params, kind, "the list of parameters or groups")
+  groups.check_whole(params, kind, "the list of parameters or groups")
   for number, given in ipairs(params) do
     local is_module = kind_of(given):find("module", 1, true)
     if is_module or type(given) == "table" and is_tensor(given[1]) then
@@ -183,22 +190,32 @@ function groups.check_trainable(p, name, i, what)
   end
 end
 
--- Maps a group to the name of the optimizer that it was made with.
-local kinds = setmetatable({}, { __mode = "k" })
+-- Maps a list of groups to the groups with which the optimizer was made. Each is {group, kind}.
+local made_with = setmetatable({}, { __mode = "k" })
 
---- Raises an error if a group has a setting that is out of range.
+-- Raises an error if a script has added, removed or replaced a group, or has changed its optimizer.
+local function check_same(list, kind)
+  local made = made_with[list] or {}
+  for number = 1, math.max(#list, #made) do
+    local group, of = list[number], made[number]
+    if not (of and rawequal(group, of[1])) then
+      error(("%s, group %d was %s after the optimizer was made, and only the groups with which it was made have "
+        .. "states: make the optimizer with all its groups"):format(kind, number,
+        not of and "added" or group == nil and "removed" or "replaced"))
+    elseif group.kind ~= of[2] then
+      error(("%s, group %d: kind is %s, but the group was made with %s, and its states are those of %s: make another "
+        .. "optimizer"):format(kind, number, check.show(group.kind), of[2], of[2]))
+    end
+  end
+end
+
+--- Raises an error if a group has a setting that is out of range, or is not one of the groups with which the optimizer
+--- was made.
 ---@param list table[]
 ---@param kind string name of the optimizer, such as "AdamW"
 function groups.check(list, kind)
+  if made_with[list] then check_same(list, kind) end
   for number, group in ipairs(list) do
-    if not group.kind then
-      error(("%s, group %d was added after the optimizer was made, so it has neither settings nor states: make the "
-        .. "optimizer with all its groups"):format(kind, number))
-    end
-    if group.kind ~= (kinds[group] or group.kind) then
-      error(("%s, group %d: kind is %s, but the group was made with %s, and its states are those of %s: make another "
-        .. "optimizer"):format(kind, number, check.show(group.kind), kinds[group], kinds[group]))
-    end
     local problem = groups.problem(group)
     if problem then error(("%s, group %d: %s"):format(group.kind, number, problem)) end
   end
@@ -239,9 +256,22 @@ function groups.tell_zero(optimizer)
     #optimizer.groups > 1 and " in all groups" or ""))
 end
 
+-- Maps a list of groups to "rates" if it has a schedule, or to "beta1" or "betas" if the schedule also changes these.
+local schedules = setmetatable({}, { __mode = "k" })
+
 --- Records that the rates have a schedule. A schedule may begin with a rate of 0.
+---@param optimizer {groups?: table[]}
+---@param changes? "beta1"|"betas" what the schedule changes in addition to the rates
+function groups.scheduled(optimizer, changes)
+  local list = optimizer.groups
+  if not list then return end
+  told_zero[list], schedules[list] = true, changes or schedules[list] or "rates"
+end
+
+--- Records that an optimizer has the schedule of another one, whose place it takes.
 ---@param optimizer {groups: table[]}
-function groups.scheduled(optimizer) told_zero[optimizer.groups] = true end
+---@param old {groups: table[]}
+function groups.take_schedule(optimizer, old) schedules[optimizer.groups] = schedules[old.groups] end
 
 -- Records the rates that psluajit itself has set, so that assignments by a script can be detected.
 local function note_rates(list)
@@ -267,12 +297,21 @@ local GROUP = { __newindex = function(group, key, value)
   rawset(group, key, value)
 end }
 
+--- Records the groups with which an optimizer is made.
+---@param optimizer {groups: table[]}
+function groups.record(optimizer)
+  local made = {}
+  for number, group in ipairs(optimizer.groups) do made[number] = { group, group.kind } end
+  made_with[optimizer.groups] = made
+end
+
 --- Makes the groups' current rates their initial rates.
 ---@param optimizer {groups: table[]}
 ---@param given? number the optimizer's own rate, or nil if it was created without a rate
 function groups.begin_rates(optimizer, given)
+  groups.record(optimizer)
   for _, group in ipairs(optimizer.groups) do
-    group.initial_lr, kinds[group] = group.lr, group.kind
+    group.initial_lr = group.lr
     if getmetatable(group) == nil then setmetatable(group, GROUP) end
   end
   if getmetatable(optimizer.groups) == nil then setmetatable(optimizer.groups, LIST) end
@@ -400,186 +439,14 @@ function groups.fields(methods, instance)
   return instance
 end
 
--- -- saved -----------------------------------------------------------------------------------------------------------
--- Returns a setting in a form that JSON stores without loss.
-local function text_of(value)
-  if type(value) == "number" then return ("%.17g"):format(value) end
-  if type(value) ~= "table" then return value end
-  local parts = {}
-  for i, number in ipairs(value) do parts[i] = ("%.17g"):format(number) end
-  return table.concat(parts, " ")
-end
-
---- Converts settings to a form that JSON stores without loss. Numbers become text. A list of numbers, such as betas,
---- becomes a text with blanks between the numbers.
----@param group table
----@param keys string[]
----@return table<string, string|boolean>
-function groups.to_text(group, keys)
-  local kept = {}
-  for _, key in ipairs(keys) do kept[key] = text_of(group[key]) end
-  return kept
-end
-
---- Returns the fields of a group that are saved, as text: its settings, the fields that scripts cannot set, and the
---- rate with which it was made. The last is not loaded, but compared (groups.differences).
----@param group table
----@return table<string, string|boolean>
-function groups.saved(group)
-  local keys = groups.read_keys(group)
-  for key in pairs(optimizers.of_group(group).fixed or {}) do keys[#keys + 1] = key end
-  local kept = groups.to_text(group, keys)
-  kept.initial_lr = text_of(group.initial_lr)
-  return kept
-end
-
-local function readable(value) return (tostring(value):gsub("%S+", function(part)
-  return tonumber(part) and ("%.6g"):format(part) or part
-end)) end
-
---- Describes the settings that saved groups have and that differ from the settings with which these groups were made.
----@param list table[]
----@param saved table[] saved settings of each group
----@param skip table<string, true?> settings that a schedule sets
----@return string[] texts such as "group 1: weight_decay is 0.1, not 0.01"
-function groups.differences(list, saved, skip)
-  local texts = {}
-  for number, group in ipairs(list) do
-    for _, key in ipairs(groups.settings(group)) do
-      local theirs, ours = saved[number][key], text_of(group[key])
-      -- A run may have changed the rate since it began, so the rates with which the runs began are compared.
-      local same = theirs == ours
-      if key == "lr" then same = same or saved[number].initial_lr == text_of(group.initial_lr) end
-      if not same and theirs ~= nil and not skip[key] then
-        texts[#texts + 1] = ("group %d: %s is %s, not %s"):format(number, key, readable(theirs), readable(ours))
-      end
-    end
-  end
-  return texts
-end
-
---- Describes why saved groups do not match a list of groups. Returns nil if they match.
----@param list table[]
----@param saved table[]
----@return string?
-function groups.mismatch(list, saved)
-  if #saved == #list then return nil end
-  return ("the saved optimizer has %d groups, but this one has %d"):format(#saved, #list)
-end
-
---- Loads settings that to_text has converted.
----@param list table[]
----@param saved table[] saved settings of each group
-function groups.from_text(list, saved)
-  for number, group in ipairs(list) do
-    for key, value in pairs(saved[number]) do
-      if tostring(value):find " " then
-        local numbers = {}
-        for part in value:gmatch "%S+" do numbers[#numbers + 1] = tonumber(part) end
-        value = numbers
-      end
-      if key ~= "initial_lr" then group[key] = type(value) == "string" and tonumber(value) or value end
-    end
-  end
-  note_rates(list)
-end
-
 --- Records the rates that were loaded, so that they do not count as assignments by the script.
 ---@param list table[]
 function groups.loaded(list) note_rates(list) end
 
--- -- of engines ------------------------------------------------------------------------------------------------------
---- Returns the groups that a configuration defines. The groups have the settings of the configuration's optimizer,
---- except for the settings that the script's param_groups change.
----@param optimizer {type: string, params: table} the configuration's section "optimizer"
----@param param_groups? table[] nil for one group
----@return table[] groups
-function groups.configured(optimizer, param_groups)
-  local params, list = optimizer.params, {}
-  for number, given in ipairs(param_groups or { {} }) do
-    local kind = given.optimizer or optimizer.type
-    local made, group = optimizers.of(kind), { kind = kind }
-    for _, key in ipairs(made.settings) do
-      local value = made.defaults[key]
-      if (key == "lr" or kind == optimizer.type) and params[key] ~= nil then value = params[key] end
-      if key == "lr" and made.matrices then value = params.muon_lr or value
-      elseif key == "lr" and kind ~= optimizer.type then value = params.adam_lr or value end
-      group[key] = type(value) == "table" and copied(value) or value
-    end
-    optimizers.complete(group, made)
-    for key, value in pairs(given) do if key ~= "match" and key ~= "optimizer" then group[key] = value end end
-    if group.momentum and not group.betas then group.momentum = optimizer.first_momentum or group.momentum end
-    list[number] = group
-  end
-  return list
-end
-
---- Returns the states that an engine keeps for a parameter of each group in addition to its fp32 value. Groups are
---- counted from 1.
----@param list table[] groups, from groups.configured
----@return ps.optimizers.State[][]
-function groups.states(list)
-  local states = {}
-  for number, group in ipairs(list) do states[number] = optimizers.states_of(optimizers.of_group(group), list) end
-  return states
-end
-
--- Returns the indices of the groups whose function `match` returns true for a parameter. If there is no such group, and
--- the last group has no function `match`, returns the index of the last group.
-local function matches(param_groups, name, param)
-  local list = {}
-  for number, given in ipairs(param_groups) do
-    if given.match and given.match(name, param) then list[#list + 1] = number end
-  end
-  local last = #param_groups
-  if not list[1] and not param_groups[last].match then list[1] = last end
-  return list
-end
-
---- Raises an error if a trained parameter belongs to no group. Prints a note about parameters that several groups
---- match, and about groups that have a function `match` but get no parameter.
----@param param_groups? table[]
----@param rows {name: string, param: ps.Tensor}[] all trained parameters
----@param note fun(text: string)
-function groups.check_members(param_groups, rows, note)
-  if not param_groups or not rows[1] then return end
-  local has, shared, first = {}, 0, nil
-  for _, row in ipairs(rows) do
-    local list = matches(param_groups, row.name, row.param)
-    if not list[1] then
-      error(("ps.initialize: no group of param_groups has %s [%s]: every group has a match, and each returns false for "
-        .. "it; leave match out of the last group, which then gets all other parameters, or freeze the parameter with "
-        .. "requires_grad(false)"):format(row.name, table.concat(row.param:shape(), ", ")))
-    end
-    has[list[1]] = true
-    if list[2] then
-      shared = shared + 1
-      first = first or ("%s: param_groups[%s]"):format(row.name, table.concat(list, "] and ["))
-    end
-  end
-  if first then
-    note(("param_groups: several groups match %d parameter%s (%s); each is in the first group that "
-      .. "matches"):format(shared, shared == 1 and "" or "s", first))
-  end
-  for number, given in ipairs(param_groups) do
-    if given.match and not has[number] then
-      note(("param_groups[%d] has no parameter: its match returns false for all parameters that no earlier group "
-        .. "has"):format(number))
-    end
-  end
-end
-
---- Returns the index of a parameter's group, counted from 1. The group is the first group whose function `match`
---- returns true. If there is no such group, it is the last group.
----@param param_groups? table[]
----@param name string
----@param param ps.Tensor
----@return integer
-function groups.number_of(param_groups, name, param)
-  for number, given in ipairs(param_groups or {}) do
-    if given.match and given.match(name, param) then return number end
-  end
-  return param_groups and #param_groups or 1
-end
+--- Returns what the schedules of an optimizer change: "rates", or also "beta1" (or momentum) or "betas". Returns nil if
+--- the optimizer has no schedule.
+---@param list table[]
+---@return "rates"|"beta1"|"betas"|nil
+function groups.changes(list) return schedules[list] end
 
 return groups

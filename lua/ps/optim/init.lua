@@ -14,6 +14,7 @@ local error = caller.error
 local average = require "ps.optim.average"
 local entries_of = require "ps.optim.entries"
 local groups = require "ps.optim.groups"
+local saved_groups = require "ps.optim.saved_groups"
 local loss_scaler = require "ps.optim.loss_scaler"
 local text_of = require "ps.optim.text"
 local nn_module = require "ps.nn.module"
@@ -281,11 +282,19 @@ end
 
 -- Raises an error if a script has added parameters to a group, or removed some.
 local function check_members(self)
+  local at = 0
   for number, group in ipairs(self.groups) do
     if #group.params ~= self.counts[number] then
       error(("%s, group %d: params has %s, but the optimizer was made with %d in this group: make the optimizer with "
         .. "all its parameters"):format(group.kind, number, caller.counted(#group.params, "parameter"),
         self.counts[number]))
+    end
+    for i, param in ipairs(group.params) do
+      at = at + 1
+      if not rawequal(param, self.entries[at].param) then
+        error(("%s, group %d: parameter %d of params was replaced after the optimizer was made, and the old one is "
+          .. "trained: make the optimizer anew"):format(group.kind, number, i))
+      end
     end
   end
 end
@@ -406,7 +415,7 @@ function Optimizer:state_dict(model)
     if entry.master ~= nil and entry.master ~= entry.param then tensors[names[i] .. ".master"] = entry.master end
   end
   for number, group in ipairs(self.groups) do
-    values.groups[number] = groups.saved(group)
+    values.groups[number] = saved_groups.saved(group)
     if group.kind ~= self.kind.name then values.groups[number].kind = group.kind end
   end
   if model == nil then values.param_names = entries_of.own_names(self) end
@@ -483,20 +492,25 @@ function Optimizer:load_state_dict(state, model)
   end
   local values, planned = state.values, {}
   local names = entries_of.saved_names(self, model, values)
-  if values.kind ~= self.kind.name then
-    error(("the saved optimizer is %s, but this one is %s"):format(tostring(values.kind), self.kind.name))
-  end
-  local problem = groups.mismatch(self.groups, values.groups)
+  local problem = optimizer_state.problem(values, self.kind.name, self.groups)
   if problem then error(problem) end
+  local saved_of = {}
+  for number, group in ipairs(self.groups) do
+    saved_of[group] = saved_groups.with_saved(group, values.groups[number])
+  end
   for i, entry in ipairs(self.entries) do
     local t = values.t[names[i]]
     if not t then error("the saved optimizer has no state for parameter " .. names[i]) end
     local found = { t = t }
-    for _, of in ipairs(t > 0 and entries_of.states_of(entry) or {}) do
+    local needed = #optimizers.states_of(optimizers.of_group(entry.group), { saved_of[entry.group] })
+    for k, of in ipairs(t > 0 and entries_of.all_states_of(entry) or {}) do
       local name = of.name
       local tensor = state.tensors[names[i] .. "." .. name]
-      if tensor == nil then error(("the saved optimizer has no %s for parameter %s"):format(name, names[i])) end
-      found[name] = entries_of.same_or_fail(names[i] .. "." .. name, tensor, entry.param, of)
+      if tensor ~= nil then
+        found[name] = entries_of.same_or_fail(names[i] .. "." .. name, tensor, entry.param, of)
+      elseif k <= needed then
+        error(("the saved optimizer has no %s for parameter %s"):format(name, names[i]))
+      end
     end
     local half = entry.param:dtype() ~= entries_of.state_dtype(entry.param)
     local master = half and state.tensors[names[i] .. ".master"] or nil
@@ -512,7 +526,7 @@ function Optimizer:load_state_dict(state, model)
       entry[key] = value
     end
   end
-  groups.from_text(self.groups, values.groups)
+  saved_groups.from_text(self.groups, values.groups)
   self.steps, self.moved = values.steps, nil
 end
 

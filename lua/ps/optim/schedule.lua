@@ -14,7 +14,7 @@ local schedule = {}
 ---@field total? integer number of steps after which the rate is constant; nil if the rate never becomes constant
 ---@field follows table<integer, true?> the groups, by number, whose rate a script or another schedule has changed. As
 --- in PyTorch, their rates are computed from the rate of the previous step (`follow`) instead of the number of steps
----@field momentums table<integer, number> for each group, the beta1 or momentum with which the schedule was created
+---@field began? integer the first step, if the schedule was created with last_epoch or last_batch_iteration
 ---@field rates number[] the rate that the schedule has last set in each group
 ---@field parts? ps.Schedule[] the chained schedules (only in ChainedScheduler)
 ---@field judge? fun(self: ps.Schedule, value: number) changes the rates after an evaluation (only in ReduceLROnPlateau)
@@ -45,14 +45,6 @@ schedule.has_rates = has_rates
 -- Sets a group's beta1, or SGD's momentum.
 local function set_momentum(group, value, beta2)
   if group.betas then group.betas = { value, beta2 or group.betas[2] } else group.momentum = value end
-end
-
--- Sets beta1 and momentum of all groups to the values that they had when the schedule was created.
-local function restore_momentum(self)
-  for number, group in ipairs(self.optimizer.groups or {}) do
-    local first = self.momentums[number]
-    if first then set_momentum(group, first) end
-  end
 end
 
 -- Returns a group's rate at step `count` if no script or other schedule changes rates. `group` is nil if the optimizer
@@ -95,6 +87,30 @@ local function apply(self, loaded)
   if not self.beta1 then return end
   local beta1 = self.beta1(self.count)
   for _, group in ipairs(self.optimizer.groups or {}) do set_momentum(group, beta1, self.beta2) end
+end
+
+-- Sets the rates of the first step.
+local function start(self)
+  self.follows = {}
+  for number, group in ipairs(self.follow and self.count == 0 and self.optimizer.groups or {}) do
+    self.follows[number] = group.lr ~= group.initial_lr or nil
+  end
+  apply(self)
+end
+
+-- Sets the rates of a chain of schedules after self.count steps. Each rate depends on the previous one, so the function
+-- repeats all steps from the initial rates on.
+local function repeat_steps(self)
+  if has_rates(self.optimizer) then
+    optim_groups.each_rate(self.optimizer, function(group) return group.initial_lr end)
+  end
+  for _, part in ipairs(self.parts) do
+    part.count, part.rates = 0, {}
+    start(part)
+  end
+  for _ = 1, self.count do
+    for _, part in ipairs(self.parts) do part:step() end
+  end
 end
 
 -- Finds the rates that a script or another schedule has changed since this schedule set them. As in PyTorch, a schedule
@@ -161,6 +177,14 @@ local function check_configured(name, optimizer)
     configured.name))
 end
 
+-- Returns "betas" if a schedule, or a chained one, changes beta1 and beta2. Returns "beta1" if it changes only beta1 or
+-- momentum, and nil if it changes only rates.
+local function changes(self)
+  local found = self.beta1 and (self.beta2 and "betas" or "beta1") or nil
+  for _, part in ipairs(self.parts or {}) do found = found == "betas" and found or changes(part) or found end
+  return found
+end
+
 ---@alias ps.Follow fun(count: integer, lr: number, base: number, group: integer): number?
 ---  returns a group's rate at step `count`, computed from its rate at the previous step. Returns nil if the rate does
 ---  not depend on the previous rate
@@ -199,14 +223,10 @@ function schedule.build(name, options, rate, how, more)
   end
   local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, how = how, beta1 = beta1,
     beta2 = beta2, count = last + 1, total = more.total, options = options_text(options), follow = more.follow,
-    later = more.later, follows = {}, rates = {}, momentums = {} }, Schedule)
-  for number, group in ipairs(options.optimizer.groups or {}) do
-    self.momentums[number] = group.betas and group.betas[1] or group.momentum
-  end
-  for number, group in ipairs(self.follow and self.count == 0 and options.optimizer.groups or {}) do
-    self.follows[number] = group.lr ~= group.initial_lr or nil
-  end
-  apply(self)
+    later = more.later, follows = {}, rates = {} }, Schedule)
+  self.began = last >= 0 and self.count or nil
+  optim_groups.scheduled(options.optimizer, changes(self))
+  start(self)
   return self
 end
 
@@ -260,12 +280,13 @@ function schedule.advance(self)
 end
 
 --- Returns the schedule's kind, step count and options, for load_state_dict.
----@return {name: string, count: integer, options: table<string, string>, momentum?: true, follows?: integer[],
----  schedulers?: table[]} momentum: whether the schedule changes beta1 or momentum
+---@return {name: string, count: integer, options: table<string, string>, changes?: "beta1"|"betas", follows?:
+--- integer[], schedulers?: table[]} changes: "beta1" if the schedule changes beta1 or momentum, "betas" if it also
+--- changes beta2
 function Schedule:state_dict()
   local state = { name = self.name, count = self.count, options = self.options }
   for _, key in ipairs(self.kept or {}) do state[key] = text_of(self[key]) end
-  if self.beta1 then state.momentum = true end
+  state.changes = changes(self)
   for i, part in ipairs(self.parts or {}) do
     state.schedulers = state.schedulers or {}
     state.schedulers[i] = part:state_dict()
@@ -296,9 +317,8 @@ end
 
 --- Continues at the step of a saved schedule. Prints a note if the kind or the options of the saved schedule differ
 --- from the kind or the options of this schedule.
----@param state {name: string, count: integer, options?: table<string, string>, momentum?: true, follows?: integer[],
----  schedulers?: table[]} if `momentum` is true and this schedule does not change beta1 and momentum, both get the
----  values that they had when this schedule was created
+---@param state {name: string, count: integer, options?: table<string, string>, follows?: integer[], schedulers?:
+--- table[]}
 function Schedule:load_state_dict(state)
   caller.typed(state, "table", "schedule:load_state_dict: the state")
   if type(state.name) ~= "string" or type(state.count) ~= "number" then
@@ -316,11 +336,11 @@ function Schedule:load_state_dict(state)
       #self.parts))
   end
   for i, part in ipairs(parts) do self.parts[i]:load_state_dict(part) end
+  if self.parts and not same then repeat_steps(self) end
   self.follows = {}
   for _, number in ipairs(follows) do
     self.follows[caller.whole(number, "schedule:load_state_dict: a number in follows", 1)] = true
   end
-  if state.momentum and not self.beta1 then restore_momentum(self) end
   apply(self, true)
   tell_change(self, state)
 end
@@ -328,9 +348,25 @@ end
 --- Continues after a number of optimizer steps for which no state of a schedule was saved.
 ---@param count integer number of optimizer steps so far
 function Schedule:continue_at(count)
-  self.count, self.follows = caller.whole(count, "schedule:continue_at: count", 0), {}
-  for _, part in ipairs(self.parts or {}) do part:continue_at(count) end
-  apply(self, true)
+  caller.whole(count, "schedule:continue_at: count", 0)
+  self.count, self.follows = count, {}
+  if self.parts then repeat_steps(self) else apply(self, true) end
+end
+
+--- Called before the saved state of an optimizer is loaded. If the saved schedule changed beta1, momentum or beta2 and
+--- this schedule does not, removes the saved values, so that the optimizer keeps the values of this run.
+---@param state table the saved state of a schedule
+---@param values table the field `values` of the saved state of the optimizer
+function Schedule:keep_momentum(state, values)
+  if not state.changes or changes(self) then return end
+  for number, group in ipairs(self.optimizer.groups or {}) do
+    local saved = type(values.groups) == "table" and values.groups[number]
+    if type(saved) == "table" then
+      local beta2 = state.changes == "beta1" and type(saved.betas) == "string" and saved.betas:match " (%S+)$"
+      if not saved.betas then saved.momentum = nil end
+      saved.betas = beta2 and group.betas and ("%.17g %s"):format(group.betas[1], beta2) or nil
+    end
+  end
 end
 
 --- Returns a text that describes a schedule which ends before or after the run. Returns nil if the schedule ends with

@@ -19,6 +19,7 @@ local scope = require "ps.core.scope"
 local sharded = require "ps.nn.sharded"
 local average = require "ps.optim.average"
 local optim_groups = require "ps.optim.groups"
+local saved_groups = require "ps.optim.saved_groups"
 local optimizers = require "ps.optimizers"
 local copied = require "ps.core.copied"
 local torch_pt = require "ps.io.torch_pt"
@@ -53,16 +54,20 @@ local function check_tensor(source, key, slot, state_of)
   end
 end
 
-local function check_averages(source, prefix, slot)
-  for _, of in ipairs(slot.states) do check_tensor(source, prefix .. of.name, slot, of) end
+-- Checks a parameter's averages in a source. The first `needed` states must be there.
+local function check_averages(source, prefix, slot, needed)
+  for k, of in ipairs(slot.states) do
+    if k <= needed or has(source, prefix .. of.name) then check_tensor(source, prefix .. of.name, slot, of) end
+  end
 end
 
 -- Sets a parameter's averages from a source. The names in the source are `prefix` followed by exp_avg and so on.
--- Without a source, the averages become zero, as before the first update.
+-- Averages that the source does not have become zero, as before the first update.
 local function set_averages(slot, source, prefix)
   for k, to in ipairs(slot.averages or {}) do
     local of = slot.states[k]
-    if source and of.shape then sharded.read_plain(source, prefix .. of.name, to)
+    if source and not has(source, prefix .. of.name) then scope.no_grad(function() to:fill_(0) end)
+    elseif source and of.shape then sharded.read_plain(source, prefix .. of.name, to)
     elseif source then sharded.read(source, prefix .. of.name, to, slot.param)
     else scope.no_grad(function() to:fill_(0) end) end
   end
@@ -73,34 +78,41 @@ local function number_of(value)
   return tonumber(value)
 end
 
--- Raises an error if the settings of a saved group need states that this optimizer does not have.
-local function check_needs(saved, number, opt)
+-- Returns the number of states that a saved group needs with its settings. Raises an error if this optimizer does not
+-- have these states.
+local function needed_by(saved, number, opt)
   local group, made = {}, optimizers.of_group(opt.groups[number])
-  if not made.needed then return end
+  if not made.needed or made.takes then return #made.states end
   for key, value in pairs(opt.groups[number]) do group[key] = value end
   for _, key in ipairs(made.settings) do
     if type(group[key]) == "number" then group[key] = number_of(saved[key]) or group[key] end
   end
-  if made.needed(group) <= #opt.states[number] then return end
+  local needed = made.needed(group)
+  if needed <= #opt.states[number] then return needed end
   error(("param_groups[%d] of the saved optimizer: %s, but this one was made without the states that it needs; set it "
     .. "in the configuration"):format(number, made.lacking(group)), 0)
 end
 
--- Raises an error if saved groups have other optimizers than the groups of this optimizer. Files of earlier versions
--- name one optimizer for all groups.
-local function check_kinds(saved, opt, kind)
-  for number, group in ipairs(opt.groups) do
-    local theirs = saved[number].kind or kind
-    if theirs ~= group.kind then
-      error(("the saved optimizer is %s, but this one is %s%s"):format(tostring(theirs), group.kind,
-        #opt.groups > 1 and (" (group %d)"):format(number) or ""), 0)
+--- Describes why the values of a saved state are not those of an optimizer with these groups. Returns nil if they are.
+---@param values table
+---@param kind string
+---@param list table[]
+---@return string?
+function state.problem(values, kind, list)
+  if values.kind ~= kind then
+    return ("the saved optimizer is %s, but this one is %s"):format(tostring(values.kind), kind)
+  end
+  if type(values.t) ~= "table" then return "the saved optimizer has no table t of the parameters' updates" end
+  for name, t in pairs(values.t) do
+    if type(t) ~= "number" or t < 0 or t % 1 ~= 0 then
+      return ("the saved optimizer's number of updates of parameter %s is %s, not a whole number"):format(
+        tostring(name), tostring(t))
     end
   end
-end
-
-local function check_groups(saved, opt)
-  local problem = optim_groups.mismatch(opt.groups, saved)
-  if problem then error(problem, 0) end
+  if type(values.steps) ~= "number" then
+    return ("the saved optimizer's number of steps is %s, not a number"):format(tostring(values.steps))
+  end
+  return saved_groups.mismatch(list, values.groups, kind)
 end
 
 -- Returns, for each group, its parameters in the order of the whole model. Each is {name, i}, where i is the index of
@@ -135,7 +147,7 @@ function state.named(opt)
     end
   end
   for number, group in ipairs(opt.groups) do
-    values.groups[number] = optim_groups.saved(group)
+    values.groups[number] = saved_groups.saved(group)
     if group.kind ~= opt.kind then values.groups[number].kind = group.kind end
   end
   local entries, names = {}, {}
@@ -163,10 +175,7 @@ end
 
 -- Prints a note if saved settings replace other settings of this run.
 local function note_settings(opt, saved)
-  local schedule, skip = opt.engine.scheduler, {}
-  if schedule then skip.lr = true end
-  if schedule and schedule.beta1 then skip.betas, skip.momentum = true, true end
-  local texts = optim_groups.differences(opt.groups, saved, skip)
+  local texts = saved_groups.differences(opt.groups, saved)
   if not texts[1] or not optim_groups.prints(opt) then return end
   opt.engine:note(("the settings of the saved optimizer replace those of this run (%s); to change one, assign it to "
     .. "optimizer.param_groups[i] after loading"):format(table.concat(texts, "; ", 1, math.min(#texts, 4))
@@ -174,19 +183,19 @@ local function note_settings(opt, saved)
 end
 
 local function load_named(opt, source, values)
-  if values.kind ~= opt.kind then
-    error(("the saved optimizer is %s, but this one is %s"):format(tostring(values.kind), opt.kind), 0)
-  end
-  check_groups(values.groups, opt)
-  check_kinds(values.groups, opt, values.kind)
-  for number, group in ipairs(values.groups) do check_needs(group, number, opt) end
+  local problem = state.problem(values, opt.kind, opt.groups)
+  if problem then error(problem, 0) end
+  local needed = {}
+  for number, group in ipairs(values.groups) do needed[number] = needed_by(group, number, opt) end
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name]
     if not t and slot.averages then
       error("the saved optimizer has no state for parameter " .. slot.name, 0)
     end
-    if slot.averages and t > 0 then check_averages(source, slot.name .. ".", slot) end
+    if slot.averages and t > 0 then
+      check_averages(source, slot.name .. ".", slot, needed[opt.group_of[i] + 1])
+    end
   end
   for i = 1, opt:count() do
     local slot = opt:slot(i)
@@ -201,7 +210,7 @@ local function load_named(opt, source, values)
   end
   note_frozen(opt, values.t)
   note_settings(opt, values.groups)
-  optim_groups.from_text(opt.groups, values.groups)
+  saved_groups.from_text(opt.groups, values.groups)
   opt.steps = values.steps
   opt.engine:set_steps(values.calls or values.steps)
 end
@@ -261,15 +270,15 @@ end
 -- state exists, and 0 otherwise. The op only needs to know whether this number is 0.
 local function whole_step(made, source, step, name)
   if step == nil and made.torch.counts == false then return has(source, made.states[1].name) and 1 or 0 end
-  if scope.is_tensor(step) then step = step:item() end
-  step = tonumber(step)
-  if not step or step < 0 or step % 1 ~= 0 then
+  local count = number_of(step)
+  if not count or count < 0 or count % 1 ~= 0 then
     error(("the saved optimizer's step of parameter %s is %s, not a whole number"):format(name, tostring(step)), 0)
   end
-  return step
+  return count
 end
 
--- Raises an error if the settings of a saved group do not belong to this optimizer's algorithm.
+-- Returns the settings of a saved group, and the number of states that it needs. Raises an error if the settings do not
+-- belong to this optimizer's algorithm, or are out of range.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
     error(("param_groups[%d] of the saved optimizer " .. text):format(number, ...), 0)
@@ -282,9 +291,25 @@ local function check_torch_group(from, number, opt)
     if scope.is_tensor(value) then value = value:item() end
     if value ~= torch_pt.none then plain[key] = value end
   end
-  local problem = optimizers.of_group(opt.groups[number]).torch.belongs(plain)
+  local group = opt.groups[number]
+  local problem = optimizers.of_group(group).torch.belongs(plain)
   if problem then refuse("%s", problem) end
-  check_needs(from, number, opt)
+  local read, values = optimizers.of_group(group).torch.read, {}
+  local renamed = read and read(from) or {}
+  for _, key in ipairs(optim_groups.read_keys(group)) do
+    local value = renamed[key]
+    if value == nil then value = plain[key] end
+    if value == torch_pt.none then value = nil end
+    if type(value) == "table" then
+      local list = {}
+      for k, item in ipairs(value) do list[k] = number_of(item) or item end
+      value = list
+    end
+    values[key] = value
+  end
+  problem = optim_groups.problem(saved_groups.with(group, values))
+  if problem then refuse("is refused: %s", problem) end
+  return values, needed_by(from, number, opt)
 end
 
 -- Returns the indices that the parameters in `list` have in a saved group. If the group has param_names and `named` is
@@ -313,10 +338,15 @@ end
 local function load_torch(opt, saved)
   local groups = is_file(saved) and saved:get("param_groups") or saved.param_groups
   if type(groups) ~= "table" then error("this is not an optimizer's state: it has no param_groups", 0) end
-  check_groups(groups, opt)
-  local plan, most = {}, 0
+  local problem = saved_groups.mismatch(opt.groups, groups)
+  if problem then error(problem, 0) end
+  if not is_file(saved) and type(saved.state) ~= "table" then
+    error("this is not an optimizer's state: it has no table state", 0)
+  end
+  local plan, most, settings = {}, 0, {}
   for number, list in ipairs(members(opt)) do
-    check_torch_group(groups[number], number, opt)
+    local values, needed = check_torch_group(groups[number], number, opt)
+    settings[number] = values
     local params, made = numbers_of(groups[number], number, list, opt.named ~= false),
       optimizers.of_group(opt.groups[number])
     for k, at in ipairs(list) do
@@ -326,7 +356,7 @@ local function load_torch(opt, saved)
       most = math.max(most, step)
       local slot = at.i and opt:slot(at.i)
       if slot and not slot.averages then source, step = nil, 0 end   -- another rank has this state
-      if slot and source then check_averages(source, "", slot) end
+      if slot and source then check_averages(source, "", slot, needed) end
       if slot then plan[#plan + 1] = { i = at.i, slot = slot, source = source, step = step } end
     end
   end
@@ -335,18 +365,7 @@ local function load_torch(opt, saved)
     opt:set_updates(at.i, at.step)
   end
   for number, group in ipairs(opt.groups) do
-    local from, read = groups[number], optimizers.of_group(group).torch.read
-    local renamed = read and read(from) or {}
-    for _, key in ipairs(optim_groups.read_keys(group)) do
-      local value = renamed[key]
-      if value == nil then value = from[key] end
-      if type(group[key]) == "number" then group[key] = number_of(value) or group[key]
-      elseif type(value) == "table" then
-        local list = {}
-        for k in ipairs(group[key]) do list[k] = number_of(value[k]) end
-        group[key] = list
-      elseif type(value) == type(group[key]) then group[key] = value end
-    end
+    for key, value in pairs(settings[number]) do group[key] = value end
     optim_groups.loaded { group }
   end
   opt.steps = most

@@ -10,4 +10,6 @@ return function(group)
   for key, name in pairs(OTHERS) do
     if group[key] ~= nil then return ("has %s, so it is %s's"):format(key, name) end
   end
+  if group.decoupled_weight_decay ~= nil and group.amsgrad == nil then return "has no amsgrad, so it is RAdam's" end
+  if group.bias_correction == false then return "has bias_correction = False, which is not supported" end
 end

@@ -19,6 +19,6 @@ return { SGD = {
   end,
   -- PyTorch does not count SGD's updates. If a momentum buffer exists, there was at least one update.
   torch = { counts = false, belongs = function(group)
-    if group.momentum == nil or group.betas or group.alpha then return "is not SGD's" end
+    if group.momentum == nil or group.betas or group.alpha or group.ns_steps then return "is not SGD's" end
   end },
 } }

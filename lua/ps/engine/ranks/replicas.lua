@@ -14,6 +14,7 @@
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local optim_groups = require "ps.optim.groups"
+local saved_groups = require "ps.optim.saved_groups"
 local agree = require "ps.dist.agree"
 local mesh = require "ps.dist.mesh"
 local shard = require "ps.tensor.shard"
@@ -172,7 +173,7 @@ function replicas.settings(engine)
   if optimizer.scaler then parts[#parts + 1] = ("%.17g"):format(optimizer.scaler.scale) end
   for _, group in ipairs(optimizer.groups) do
     local keys = optim_groups.settings(group)
-    local text = optim_groups.to_text(group, keys)
+    local text = saved_groups.to_text(group, keys)
     for _, key in ipairs(keys) do parts[#parts + 1] = tostring(text[key]) end
   end
   return table.concat(parts, " ")

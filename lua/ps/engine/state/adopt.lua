@@ -5,6 +5,7 @@
 -- parameters twice.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
+local optim_groups = require "ps.optim.groups"
 local optimizers = require "ps.optimizers"
 
 local adopt = {}
@@ -106,6 +107,7 @@ end
 ---@param own ps.EngineOptimizer
 function adopt.become(given, own)
   nn_module.optimizers[given] = nil
+  optim_groups.take_schedule(own, given)
   for key in pairs(given) do given[key] = nil end
   setmetatable(given, { __index = own, __newindex = own, __tostring = function() return tostring(own) end })
 end

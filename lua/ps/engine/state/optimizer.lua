@@ -11,6 +11,8 @@ local copied = require "ps.core.copied"
 local state = require "ps.optim.state"
 local step = require "ps.engine.step"
 local groups = require "ps.optim.groups"
+local engine_groups = require "ps.optim.engine_groups"
+local saved_groups = require "ps.optim.saved_groups"
 local optimizers = require "ps.optimizers"
 local updates = require "ps.optimizers.update"
 local scope = require "ps.core.scope"
@@ -54,6 +56,14 @@ local group_array = array "ps_update_group"
 -- no options: the configuration contains the settings that ps.optim accepts as options of step()
 local NONE = {}
 
+-- Raises an error if the settings of a group need states that its parameters do not have.
+local function check_states(self, number)
+  local group = self.groups[number]
+  if optimizers.needed(group) <= #self.states[number] then return end
+  error(("%s, group %d: %s, but no group needed states when the model was made, so there are no buffers; set it in the "
+    .. "configuration or in param_groups"):format(group.kind, number, optimizers.of_group(group).lacking(group)))
+end
+
 --- Copies the settings of all groups into the settings of an action.
 ---@param how ffi.cdata* ps_action_how
 ---@param factors? table<integer, number> by group from 1, the factor by which its gradients are multiplied (default 1)
@@ -61,6 +71,7 @@ function Optimizer:settings_into(how, factors)
   local n = #self.groups
   if not self.c_groups then self.c_groups = group_array(n) end
   for i, group in ipairs(self.groups) do
+    check_states(self, i)
     local values = self.c_groups[i - 1]
     values.scale = factors and factors[i] or 1
     updates.settings_into(values, group)
@@ -77,12 +88,8 @@ function Optimizer:checked_settings()
   local parts = {}
   for i, group in ipairs(self.groups) do
     local keys = groups.settings(group)
-    if optimizers.needed(group) > #self.states[i] then
-      error(("%s, group %d: %s, but no group needed states when the model was made, so there are no "
-        .. "buffers; set it in the configuration or in param_groups"):format(group.kind, i,
-        optimizers.of_group(group).lacking(group)))
-    end
-    local text = groups.to_text(group, keys)
+    check_states(self, i)
+    local text = saved_groups.to_text(group, keys)
     for k, key in ipairs(keys) do parts[#parts + 1] = (k == 1 and ";" or " ") .. tostring(text[key]) end
   end
   return table.concat(parts)
@@ -299,8 +306,8 @@ function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 function optimizer.arrange(self)
   local engine, built, all = self.engine, self.built, copied(self.built.list)
   for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
-  groups.check_members(engine.param_groups, all, function(text) engine:note(text) end)
-  for _, row in ipairs(all) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end
+  engine_groups.check_members(engine.param_groups, all, function(text) engine:note(text) end)
+  for _, row in ipairs(all) do row.group = engine_groups.number_of(engine.param_groups, row.name, row.param) - 1 end
   table.sort(all, function(a, b)
     if a.group ~= b.group then return a.group < b.group end
     return a.number < b.number
@@ -325,9 +332,9 @@ end
 ---@return ps.EngineOptimizer
 function optimizer.new(engine, built, cfg)
   local self = setmetatable({ engine = engine, built = built, kind = cfg.optimizer.type, steps = 0, group_of = {},
-    ranges = {}, groups = groups.configured(cfg.optimizer, engine.param_groups),
+    ranges = {}, groups = engine_groups.configured(cfg.optimizer, engine.param_groups),
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, INSTANCE)
-  self.states = groups.states(self.groups)
+  self.states = engine_groups.states(self.groups)
   groups.begin_rates(self, cfg.rate_given and cfg.optimizer.params.lr or nil)
   optimizer.arrange(self)
   return self

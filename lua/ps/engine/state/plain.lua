@@ -11,6 +11,7 @@ local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local optim = require "ps.optim"
 local optim_groups = require "ps.optim.groups"
+local engine_groups = require "ps.optim.engine_groups"
 local optimizers = require "ps.optimizers"
 local adopt = require "ps.engine.state.adopt"
 local masters = require "ps.engine.state.masters"
@@ -146,15 +147,15 @@ end
 -- Returns the groups of the optimizer with their parameters, in the form that ps.optim accepts.
 local function groups_of(engine, module)
   local param_groups, trained = engine.param_groups, {}
-  local list = optim_groups.configured(engine.cfg.optimizer, param_groups)
+  local list = engine_groups.configured(engine.cfg.optimizer, param_groups)
   for _, group in ipairs(list) do group.params = {} end
   for name, p in module:named_parameters() do
     if p:needs_grad() then trained[#trained + 1] = { name = name, param = p } end
   end
-  optim_groups.check_members(param_groups, trained, function(text) engine:note(text) end)
+  engine_groups.check_members(param_groups, trained, function(text) engine:note(text) end)
   for name, p in module:named_parameters() do
     if p:needs_grad() then
-      local group = list[optim_groups.number_of(param_groups, name, p)]
+      local group = list[engine_groups.number_of(param_groups, name, p)]
       optim_groups.check_parameter(group, name, p, false)
       table.insert(group.params, p)
     end
@@ -191,7 +192,7 @@ function plain.train_thawed(engine)
   for number, group in ipairs(inner.groups) do number_of[group] = number end
   for _, row in ipairs(list) do
     adopt.check_thawed(engine, row.name)
-    local group = inner.groups[optim_groups.number_of(param_groups, row.name, row.param)]
+    local group = inner.groups[engine_groups.number_of(param_groups, row.name, row.param)]
     optim_groups.check_parameter(group, row.name, row.param, false)
     row.param:set_grad(nil)
     entry_of[nn_module.address(row.param)] = { param = row.param, group = group, t = 0 }
@@ -249,7 +250,7 @@ function plain.initialize(engine, request)
   inner.of_engine = true
   local built, group_of = rows_of(module, inner, made)
   local own = setmetatable({ engine = engine, inner = inner, groups = inner.groups, group_of = group_of,
-    kind = cfg.optimizer.type, states = optim_groups.states(inner.groups), steps = 0, n_updated = 0,
+    kind = cfg.optimizer.type, states = engine_groups.states(inner.groups), steps = 0, n_updated = 0,
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, PlainOptimizer.instance)
   optim_groups.begin_rates(own, cfg.rate_given and cfg.optimizer.params.lr or nil)
   return { plain = true, module = module, begin_step = begin_step, built = built, masters = masters.new(built),
