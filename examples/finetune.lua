@@ -19,7 +19,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local lfs = require "lfs"
 local line = require "ps.command_line"
-local endless = require "ps.data.endless"
+local endless, left_out = require "ps.data.endless", require "ps.data.left_out"
 local resolved = require "ps.core.resolved"
 local train, checkpoints, plot = require "ps.train", require "ps.checkpoints", require "ps.train.plot"
 
@@ -37,7 +37,7 @@ parser:flag("--packing", "Fill rows of --seq tokens with several conversations t
 line.number(parser:option("--lr", "Highest learning rate. Default: 2e-5, with --lora 2e-4."), 0)
 line.whole(parser:option("--lora", "Train an adapter of this rank over the frozen model, for PEFT (LoRA)."), 1)
 line.number(parser:option("--alpha", "Of the adapter. Default: twice the rank."), 0)
-line.number(parser:option("--lora-dropout", "Dropout of the adapter's input.", "0"), 0, 1)
+line.number(parser:option("--lora-dropout", "Dropout of the adapter's input. Default: 0."), 0, 1)
 parser:flag("--dora", "The adapter has trained magnitudes (DoRA).")
 parser:flag("--merge", "With --lora: --out gets the model with the adapter in its weights, and its folder adapter.")
 parser:flag("--keep-quantized", "With --lora: the weights of a GGUF file, or of a folder in NF4, stay packed (QLoRA).")
@@ -47,13 +47,35 @@ parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
 parser:option("--host", "Memory budget on the host (memory.host), such as 6GiB.")
 parser:option("--disk", "Folder for the disk tier (memory.disk). Default: no disk tier.")
 line.whole(parser:option("--zero", "ZeRO stage with several processes: 0 to 3.", "3"), 0, 3)
-line.whole(parser:option("--seed", "Random seed.", "1"), 0)
-parser:flag("--resume", "Continue from the newest checkpoint in --out.")
+line.whole(parser:option("--seed", "Random seed. Default: 1."), 0)
+parser:flag("--resume", "Continue from the newest checkpoint in --out, with the adapter, --lr and --seed of its run.")
 parser:flag("--force", "Start a new run even if --out has a run or a model, which it replaces.")
 local args = line.parse(parser)
-args.lr = args.lr or args.lora and 2e-4 or 2e-5
 local run = args.out .. "/run"
 local function try(fn, ...) return line.try("finetune.lua", fn, ...) end
+
+-- Options that a checkpoint stores. With --resume, another value is an error, because the run would be a different run.
+local FIXED = { "lora", "alpha", "dora", "lora_dropout", "lr", "seed" }
+
+-- Gives the options in FIXED the values of the run that --resume continues.
+local function continued()
+  local found, why = checkpoints.find(run)
+  if not found then error(why .. "; to start a new run there, remove --resume", 0) end
+  local had = (checkpoints.info(run).extra or {}).options
+  for _, name in ipairs(had and FIXED or {}) do
+    if args[name] ~= nil and args[name] ~= had[name] then
+      error(("--%s %s: the run in %s has %s: remove this option to resume, or start a new run with another --out")
+        :format(name:gsub("_", "-"), tostring(args[name]), args.out, tostring(had[name] == nil and "none"
+        or had[name])), 0)
+    end
+    args[name] = had[name]
+  end
+end
+if args.resume then try(continued) end
+args.lr, args.seed = args.lr or args.lora and 2e-4 or 2e-5, args.seed or 1
+local fixed = {}
+for _, name in ipairs(FIXED) do fixed[name] = args[name] end
+if args.lora then fixed.alpha = args.alpha or 2 * args.lora end
 
 ps.init_distributed { seed = args.seed, quiet = true }
 ps.catch_interrupts()
@@ -81,7 +103,7 @@ end
 -- Checks the options and the rows, and checks that the rows contain targets. The model is loaded only after these
 -- checks.
 local function prepared()
-  if not args.lora and (args.dora or args.merge or args.alpha or args.lora_dropout > 0 or args.keep_quantized) then
+  if not args.lora and (args.dora or args.merge or args.alpha or args.lora_dropout or args.keep_quantized) then
     error("--dora, --merge, --alpha, --keep-quantized and --lora-dropout need --lora and a rank, such as --lora 16", 0)
   end
   local folder = require("ps.pretrained.folder").find(args.model)
@@ -119,7 +141,8 @@ local function prepared()
   end
   local rest = #held_out % per_batch
   if #held_out < ps.world_size() then
-    error(("--eval: %d held-out rows are fewer than %d processes"):format(#held_out, ps.world_size()), 0)
+    error(("%s: the held-out rows (%d) are fewer than the processes (%d): pass --eval and a file with more rows")
+      :format(args.eval and "--eval" or "--data", #held_out, ps.world_size()), 0)
   end
   if rest > 0 and rest < ps.world_size() and #held_out > rest then held_out = held_out:take(#held_out - rest) end
   local date = args.date or args.resume and (checkpoints.info(run).extra or {}).date or os.date "%Y-%m-%d"
@@ -128,6 +151,8 @@ local function prepared()
   if not tok:has_chat_template() then tok:chat_template() end          -- raises the error for a missing template, which
                                                                        -- names the folder
   local note = endless(tok, rows, ps.data.format(rows), { date = date })
+  if note then ps.print_rank("note: " .. note) end
+  note = left_out.note(tok, rows, ps.data.format(rows), { date = date })
   if note then ps.print_rank("note: " .. note) end
   local loader, evaluation = loader_of(rows, tok, seq, date, true), loader_of(held_out, tok, seq, date, false)
   checkpoints.make_folder(args.out)
@@ -142,7 +167,7 @@ local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
       keep_quantized = args.keep_quantized,
       mmap = args.lora and args.disk and "auto" or false }):train()     -- frozen weights remain in their files
     return args.lora and ps.lora.wrap(made, { r = args.lora, alpha = args.alpha or 2 * args.lora, use_dora = args.dora,
-      dropout = args.lora_dropout }) or made
+      dropout = args.lora_dropout or 0 }) or made
   end,
   config = { device = args.device, bf16 = { enabled = args.dtype == "bf16" }, gradient_clipping = 1,
     train_micro_batch_size_per_gpu = args.batch, gradient_accumulation_steps = args.accumulate,
@@ -199,7 +224,7 @@ local result = try(train.run, { model = model, optimizer = optimizer, sched = sc
   start = start, log = run .. "/log.csv", eval = { every = math.max(1, math.ceil(steps / 8)),
     data = function() return evaluation:epoch() end },
   checkpoint = { folder = run, every = math.max(1, math.ceil(steps / 4)), keep = 2,
-    extra = { date = date, per_epoch = per_epoch, first = first, done = done } } })
+    extra = { date = date, per_epoch = per_epoch, first = first, done = done, options = fixed } } })
 if result.interrupted then
   ps.print_rank "interrupted; --resume continues"
   line.leave(130)

@@ -10,8 +10,10 @@ local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
 local endless = require "ps.data.endless"
+local left_out_texts = require("ps.data.left_out").texts
 local formats = require "ps.data.formats"
 local posix = require "posix.unistd"
+local values = require "ps.chat.values"
 local whole = command_line.whole
 
 local parser = argparse("psluajit data", "Shows a file of conversations as a model reads it.")
@@ -49,18 +51,24 @@ local function printable(text)
   return (text:gsub("\194([\128-\159])", function(c) return ("\\x%02x"):format(c:byte()) end))
 end
 
--- Returns the ids and the mask of row i, and the indices of the messages whose reasoning the template omits.
+-- Returns the ids and the mask of row i, and what the template leaves out (ps.chat.Rendered).
 local function example(tok, rows, form, i)
   local messages, tools = ps.data.conversation(rows, i, form)
   local how = { train_on = args.train_on, date = args.date, tools = tools }
   local ids, mask = formats.of_row(rows, i, tok.apply_chat_template, tok, messages, how)
   local rendered = tok:render_chat(messages, how)
-  return ids, mask, rendered.dropped
+  local empty = 0
+  for k, message in ipairs(messages) do
+    local said, calls = values.get(message, "content"), values.get(message, "tool_calls")
+    if values.get(message, "role") == "assistant" and (said == nil or said == values.NONE or said == "")
+      and (calls == nil or calls == values.NONE) then empty = k end
+  end
+  return ids, mask, rendered.left_out, empty
 end
 
 local function shown()
   local tok, rows, form = open()
-  local ids, mask, dropped = example(tok, rows, form, args.row)
+  local ids, mask, left_out, empty = example(tok, rows, form, args.row)
   local colour = posix.isatty(1) == 1 and not os.getenv "NO_COLOR"
   local on, off = colour and "\27[32m" or "[[", colour and "\27[0m" or "]]"
   local out, at = {}, 1
@@ -79,21 +87,33 @@ local function shown()
   local n = 0
   for _, m in ipairs(mask) do n = n + m end
   print(("row %d (%s): %d tokens, %d of them trained"):format(args.row, rows:place(args.row), #ids, n))
-  if #dropped > 0 then
-    print(("the template leaves out the reasoning of message %s"):format(table.concat(dropped, ", ")))
-  end
+  for _, what in ipairs(left_out_texts(left_out)) do print("the template leaves out " .. what) end
+  if empty > 0 then print(("message %d is an empty answer, which the model learns to give"):format(empty)) end
   if n == 0 then error("no token is trained: the template writes nothing that the model has to produce", 0) end
 end
 
 local BARS = 40
 
+-- Counts the rows for which a condition holds, and keeps the first of them.
+local function count_row(counts, what, i, holds)
+  if not holds then return end
+  local count = counts[what] or { n = 0, first = i }
+  count.n, counts[what] = count.n + 1, count
+end
+
+-- The conditions, in the order in which their counts are printed.
+local COUNTED = { "reasoning that the template leaves out", "tool calls that the template leaves out",
+  "tools that the template leaves out", "an empty answer, which the model learns to give" }
+
 local function counted()
   local tok, rows, form = open()
-  local lengths, trained, none, longer, total, unseen = {}, 0, {}, 0, 0, {}
+  local lengths, trained, none, longer, total, counts = {}, 0, {}, 0, 0, {}
   for i = 1, #rows do
-    local ids, mask, dropped = example(tok, rows, form, i)
+    local ids, mask, left_out, empty = example(tok, rows, form, i)
     local n = 0
-    if #dropped > 0 then unseen[#unseen + 1] = i end
+    for k, holds in ipairs { #left_out.reasoning > 0, #left_out.tool_calls > 0, left_out.tools, empty > 0 } do
+      count_row(counts, COUNTED[k], i, holds)
+    end
     for _, m in ipairs(mask) do n = n + m end
     if n == 0 then none[#none + 1] = i end
     lengths[i], trained, total = #ids, trained + n, total + #ids
@@ -117,9 +137,11 @@ local function counted()
     print(("%7d to %-7d %7d %s"):format(bin * width, (bin + 1) * width - 1, n, ("#"):rep(math.ceil(n * BARS / most))))
   end
   if args.max_length then print(("%d rows are longer than %d tokens"):format(longer, args.max_length)) end
-  if #unseen > 0 then
-    print(("%d rows have reasoning that the template leaves out; the first is row %d (%s)"):format(#unseen, unseen[1],
-      rows:place(unseen[1])))
+  for _, what in ipairs(COUNTED) do
+    local count = counts[what]
+    if count then
+      print(("%d rows have %s; the first is row %d (%s)"):format(count.n, what, count.first, rows:place(count.first)))
+    end
   end
   if #none > 0 then
     error(("%d rows have no trained token; the first is row %d (%s)"):format(#none, none[1], rows:place(none[1])), 0)

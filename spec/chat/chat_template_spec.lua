@@ -338,9 +338,35 @@ describe("the trained parts of a conversation", function()
 
   it("list reasoning that the template leaves out", function()
     local messages = { TALK[2], { role = "assistant", content = "Hello", reasoning_content = "A greeting." } }
-    assert.same({ 2 }, select(2, trained(CHATML, messages)).dropped)
+    assert.same({ 2 }, select(2, trained(CHATML, messages)).left_out.reasoning)
     local _, out = trained("{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}", messages)
-    assert.same({}, out.dropped)
+    assert.same({}, out.left_out.reasoning)
+  end)
+
+  it("list tool calls and tools that the template leaves out", function()
+    local messages = { TALK[2], { role = "assistant", content = "", tool_calls = { { type = "function",
+      ["function"] = { name = "add", arguments = { a = 1 } } } } } }
+    local tools = { { type = "function", ["function"] = { name = "add" } } }
+    local function out_of(source, given)
+      return chat.template(source):trained(messages, { tools = given }).left_out
+    end
+    assert.same({ reasoning = {}, tool_calls = { 2 }, tools = true }, out_of(CHATML, tools))
+    assert.same({ reasoning = {}, tool_calls = { 2 }, tools = false }, out_of(CHATML))
+    local each = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    local done = "<|im_end|>\n{% endfor %}"
+    for _, call in ipairs { "{{ m.tool_calls|tojson }}",
+      "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}" } do
+      local source = each .. "{% if m.tool_calls %}" .. call .. "{% endif %}" .. done
+      assert.same({}, out_of(source, tools).tool_calls)
+      assert.is_true(out_of(source, tools).tools)
+      assert.is_false(out_of("{{ tools|tojson }}" .. source, tools).tools)
+    end
+  end)
+
+  it("that need a field which is null name it", function()
+    local messages = '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": null}]'
+    fails(function() chat.template(CHATML):render(messages) end,
+      'messages[2].content is null, but the template needs a text: write "" instead of null')
   end)
 
   it("are refused if the template writes another message within a turn", function()

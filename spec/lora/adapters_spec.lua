@@ -506,3 +506,26 @@ describe("freezing by names", function()
     assert.equal(4 * n, rows.trained_nbytes)
   end)
 end)
+
+describe("a checkpoint of a model with an adapter", function()
+  local path = os.tmpname() .. "d"
+  teardown(function() os.execute("rm -rf " .. path) end)
+
+  it("is refused by a model whose adapter has another scale or rank", function()
+    local function wrapped(options) return ps.lora.wrap(made "llama", options) end
+    local m = noise(wrapped { r = 4, alpha = 16 })
+    ps.checkpoints.save(path, { model = m, step = 1 })
+    for text, options in pairs { ["has rank 4 and the scale 0.5"] = { r = 4, alpha = 2 },
+      ["has rank 4 and the scale 8"] = { r = 4, alpha = 16, use_rslora = true },
+      ["has rank 8 and the scale 4"] = { r = 8, alpha = 32 },
+      ["has rank 4 and the scale 1 "] = { r = 4, alpha = 16, alpha_pattern = { q_proj = 4 } } } do
+      local other = wrapped(options)
+      fails(function() ps.checkpoints.load(path, { model = other }) end,
+        "saved with an adapter (default) of rank 4 and the scale 4", text, "with the options of the saved run")
+    end
+    local same = wrapped { r = 4, alpha = 16 }
+    ps.checkpoints.load(path, { model = same })
+    local x = ids()
+    assert.equal(0, far(output(m, x), output(same, x)))
+  end)
+end)

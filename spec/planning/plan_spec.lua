@@ -388,6 +388,17 @@ if t:tolist()[2] == 4 then error "as written" end]], "bad.lua:3: as written")
   it("names the line of a script that fails, has no step, or exits", function()
     refused("local x = nil\nprint(x.y)", "bad.lua:2: attempt to index")
     refused("local = 3", "bad.lua:1:")
+    refused([[
+local ps = require "ps"
+local Net = ps.nn.class "Net"
+function Net:init() self.l = ps.nn.Linear(4, 4) end
+function Net:forward(x)
+  local h = self.l(x)
+  return h + ps.ones { 3, 7 }
+end
+local model = ps.initialize { quiet = true, model_func = function() return Net() end,
+  config = { optimizer = { type = "AdamW" } } }
+model:backward(model(ps.randn { 2, 4 }):sum())]], "bad.lua:6: add: shapes do not broadcast")
     refused("print 'nothing'", "ended without a call of optimizer:step()")
     refused("print 'nothing'\nos.exit(0)", "bad.lua:2:", "os.exit(0)")
     refused('require("argparse")("bad.lua", "A script."):parse()', "called os.exit(1)", "too many arguments")

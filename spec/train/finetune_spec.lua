@@ -209,6 +209,25 @@ describe("examples/finetune.lua", function()
     os.execute(("mv %s/model.kept %s/model.safetensors"):format(folder, folder))
   end)
 
+  it("continues with the adapter, the rate and the seed of the run, and refuses others", function()
+    local to = folder .. "/adapter"
+    local words = ("--data %s --batch 8 --out %s"):format(data, to)
+    local out, code = run(words .. " --epochs 1 --lora 4 --alpha 16 --lr 1e-3 --seed 5")
+    assert.equal(0, code, out)
+    for option, had in pairs { ["lora 8"] = "4", ["alpha 2"] = "16", ["dora"] = "none", ["lr 1e-4"] = "0.001",
+      ["seed 1"] = "5", ["lora-dropout 0.1"] = "none" } do
+      out, code = run(("%s --epochs 2 --resume --%s"):format(words, option))
+      assert.truthy(code == 1 and out:find(("the run in %s has %s: remove this option to resume"):format(to, had), 1,
+        true), option .. out)
+    end
+    out, code = run(words .. " --epochs 2 --resume")
+    assert.equal(0, code, out)
+    local config = check.read(to .. "/adapter_config.json")
+    assert.truthy(config:find('"lora_alpha":%s*16') and config:find('"r":%s*4'), config)
+    out, code = run(("--data %s --out %s/nothing --resume"):format(data, folder))
+    assert.truthy(code == 1 and out:find("to start a new run there, remove --resume", 1, true), out)
+  end)
+
   -- Starts a run, and kills it when its first checkpoint is there.
   local function killed(words, out)
     check.shell(("OMP_NUM_THREADS=1 '%s' '%s/examples/finetune.lua' --model %s %s --out %s >/dev/null 2>&1 & "

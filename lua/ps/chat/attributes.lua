@@ -87,6 +87,10 @@ local function missing(v, name)
   local what = NAMES[values.kind(v)] or values.kind(v) .. " object"
   local said = ("'%s' has no attribute '%s'"):format(what, name)
   local message = getmetatable(v) == values.Dict and v.message
+  if message and v.nulls and v.nulls[name] then
+    return values.undefined(("messages[%d].%s is null, but the template needs a text: write \"\" instead of null")
+      :format(message, name))
+  end
   return values.undefined(message and ("%s (messages[%d])"):format(said, message) or said)
 end
 

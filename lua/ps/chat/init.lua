@@ -96,13 +96,13 @@ local function messages_of(messages, track)
       local v = values.get(message, name)
       if reasoning == nil and v ~= nil and v ~= values.NONE then reasoning = v end
     end
-    local dict = values.dict()
+    local dict, nulls = values.dict(), {}
     local function set(key, v)
       local name = text.flat(key)
       if track and name == "role" then
         v = marked(v, { role = text.is(v) and ROLES[text.flat(v)] and "known" or "unknown" })
       elseif track then
-        local mark = { message = i, reasoning = REASONS[name] }
+        local mark = { message = i, reasoning = REASONS[name], calls = name == "tool_calls" }
         key, v = marked(key, mark), marked(v, mark)
       end
       values.set(dict, key, v)
@@ -110,9 +110,10 @@ local function messages_of(messages, track)
     if reasoning ~= nil then set("thinking", reasoning) end
     for _, key in ipairs(message.keys) do
       local v = values.get(message, key)
-      if v ~= values.NONE then set(key, v) end
+      if v ~= values.NONE then set(key, v) else nulls[text.flat(key)] = true end
     end
     if reasoning ~= nil then set("reasoning_content", reasoning) end
+    dict.nulls = nulls
     dict.message = i
     all[i] = dict
   end
@@ -209,7 +210,7 @@ local function variables_of(messages, options, track)
   vars.messages = messages_of(messages, track)
   for _, name in ipairs { "tools", "documents" } do
     local v = options[name] ~= nil and value_of(options[name], name) or values.NONE
-    vars[name] = track and marked(v, { data = true }) or v
+    vars[name] = track and marked(v, { data = name }) or v
   end
   vars.add_generation_prompt = options.add_generation_prompt == true
   for name, v in pairs(options.variables or {}) do vars[name] = convert.value(v, "variables." .. name) end
@@ -382,6 +383,24 @@ local function wanted_of(roles, train_on, without)
   return wanted
 end
 
+-- Returns the field left_out of a rendered conversation.
+local function left_out(messages, options, written)
+  local out = { reasoning = {}, tool_calls = {} }
+  local function has_items(v) return getmetatable(v) == values.List and #v > 0 end
+  for i, message in ipairs(messages) do
+    local reasons = false
+    for _, name in ipairs(REASONING) do
+      local v = values.get(message, name)
+      reasons = reasons or v and v ~= values.NONE and text.flat(values.str(v)):find "%S" ~= nil
+    end
+    if reasons and not written.reasoning[i] then table.insert(out.reasoning, i) end
+    if has_items(values.get(message, "tool_calls")) and not written.calls[i] then table.insert(out.tool_calls, i) end
+  end
+  local tools = options.tools ~= nil and value_of(options.tools, "tools")
+  out.tools = has_items(tools) and not written.tools
+  return out
+end
+
 ---@class ps.chat.Rendered
 ---@field text string
 ---@field spans {[1]: integer, [2]: integer}[] first and last byte of each piece that the model has to produce
@@ -389,7 +408,8 @@ end
 --- tool or a document
 ---@field roles {[1]: integer, [2]: integer, known: boolean}[] first and last byte of each role; known is true if the
 --- role is in ROLES
----@field dropped integer[] indices of the messages whose reasoning is not in the text
+---@field left_out {reasoning: integer[], tool_calls: integer[], tools: boolean} what is not in the text: the reasoning
+--- of these messages, the tool calls of these messages, and the tools
 
 --- Renders a conversation. Returns the text, and the ranges of bytes that the model has to produce. In each turn of the
 --- assistant, the model has to produce all bytes after the header, up to and including the token that ends the turn:
@@ -422,21 +442,16 @@ function Template:trained(messages, options, train_on)
         .. "model has to produce is unknown: give the template {%% generation %%} blocks"):format(stranger, turn))
     end
   end
-  local parts, roles, reasoned, dropped = {}, {}, {}, {}
+  local parts, roles, written = {}, {}, { reasoning = {}, calls = {} }
   text.each(rendered, function(first, last, mark)
     if not mark then return end
     if mark.message or mark.data then parts[#parts + 1] = { first, last } end
     if mark.role then roles[#roles + 1] = { first, last, known = mark.role == "known" } end
-    if mark.reasoning then reasoned[mark.message] = true end
+    if mark.reasoning then written.reasoning[mark.message] = true end
+    if mark.calls then written.calls[mark.message] = true end
+    if mark.data then written[mark.data] = true end
   end)
-  for i, message in ipairs(messages) do
-    for _, name in ipairs(REASONING) do
-      local v = values.get(message, name)
-      if v and v ~= values.NONE and text.flat(values.str(v)):find "%S" and not reasoned[i]
-          and dropped[#dropped] ~= i then dropped[#dropped + 1] = i end
-    end
-  end
-  return { text = s, spans = spans, message = parts, roles = roles, dropped = dropped }
+  return { text = s, spans = spans, message = parts, roles = roles, left_out = left_out(messages, options, written) }
 end
 
 local compiled = setmetatable({}, { __mode = "v" })

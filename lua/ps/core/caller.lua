@@ -183,6 +183,16 @@ function caller.was_noted(e)
   return again
 end
 
+--- Returns the script's innermost line at which an error was raised, as "FILE:LINE". Returns nil if the error's frames
+--- were not recorded, or if no frame is the script's.
+---@param e any
+---@return string?
+function caller.place(e)
+  local frames = type(e) == "table" and type(e.traceback) == "string" and e.traceback:match "\nstack traceback:(.*)$"
+  if not frames and noted and rawequal(noted.value, e) then frames = noted.frames end
+  return frames and caller.trace("\nstack traceback:" .. frames):match "\n\t([^\n]-:%d+): in "
+end
+
 --- Returns a message with its traceback. Omits the frames of psluajit's own functions and of the C functions that they
 --- call, because the mistake is in the script. With PS_TRACEBACK=all, no frame is omitted.
 ---@param text string

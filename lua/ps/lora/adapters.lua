@@ -52,6 +52,42 @@ local function own(model, call)
   return of(model) or error(("%s: the model has no adapter; ps.lora.wrap(model, { r = 16 }) adds one"):format(call))
 end
 
+--- Returns the rank and the scale of each adapter in each layer: adapter -> layer -> "rank scale". A checkpoint stores
+--- this text, because its tensors do not contain the scale.
+---@return table<string, table<string, string>>
+function Adapters:scales()
+  local all = {}
+  for _, found in ipairs(self.layers) do
+    for name, adapter in pairs(found.module.lora_.adapters) do
+      all[name] = all[name] or {}
+      all[name][found.name] = ("%d %.17g"):format(adapter.r, adapter.scale)
+    end
+  end
+  return all
+end
+
+-- Describes a text "rank scale".
+local function in_words(text)
+  local rank, scale = text:match "^(%d+) (%S+)$"
+  return ("rank %s and the scale %.6g"):format(rank, tonumber(scale))
+end
+
+--- Describes the first difference between saved adapters and these. Returns nil if there is none.
+---@param before table<string, table<string, string>> result of scales()
+---@return string?
+function Adapters:difference(before)
+  local now = self:scales()
+  for _, name in ipairs(caller.sorted_names(before)) do
+    for _, layer in ipairs(caller.sorted_names(now[name] and before[name] or {})) do
+      local theirs, ours = before[name][layer], now[name][layer]
+      if ours and theirs ~= ours then
+        return ("it was saved with an adapter (%s) of %s, but the adapter of this model has %s (layer %s); the scale "
+          .. "is alpha / r, or alpha / sqrt(r) with use_rslora"):format(name, in_words(theirs), in_words(ours), layer)
+      end
+    end
+  end
+end
+
 -- Returns the modules whose names end with an entry of modules_to_save.
 local function modules_to_save(model, spec)
   local list, seen = {}, {}

@@ -252,7 +252,11 @@ end
 local function explained(problem)
   local caller = require "ps.core.caller"
   local text = caller.at(tostring(problem))
-  if type(problem) == "table" or not text:match "^[^\n:]+:%d+: " then
+  local place = caller.place(problem)
+  -- A long traceback lacks its middle, which may have all frames of the script.
+  if place and place:find("/tools/plan.lua:", 1, true) then place = nil end
+  if place and text:sub(1, #place) ~= place then text = ("%s: %s"):format(place, text)
+  elseif type(problem) == "table" or not text:match "^[^\n:]+:%d+: " then
     text = select(2, pcall(caller.error, text))
   end
   local out = { message = text }

@@ -74,6 +74,9 @@ function folder.find(name, revision)
   end
   if is(name, "directory") then return name end
   if gguf_of(name) then return name end
+  if name:lower():find "%.gguf$" and not is(name, "file") then
+    error(("no model file: there is no file %s"):format(name))
+  end
   if is(name, "file") then
     error(("from_pretrained: %s is a file; pass its folder, which needs a config.json, or a file NAME.gguf"):format(
       name))

@@ -132,8 +132,8 @@ function profiler.report(options)
   local rows = report.of(profile, by, type(limits) == "table" and limits or nil, against)
   if not options.quiet then
     print(tostring(rows))
-    if lacking then print("the rows have no share of the machine's limit, since its speed was not measured: " .. lacking
-      .. "; pass limits = { flops = ..., bytes = ... }, or limits = false") end
+    if lacking then print("the rows have no share of the machine's limit, since its speed was not measured: "
+      .. lacking:gsub("%s+$", "") .. "; pass limits = { flops = ..., bytes = ... }, or limits = false") end
   end
   return rows
 end
