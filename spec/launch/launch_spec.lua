@@ -53,6 +53,7 @@ describe("the launcher's options", function()
 
   it("are refused by name if they are wrong", function()
     bad("--nproc-per-nod 2 s.lua", "there is no option --nproc-per-nod; did you mean --nproc-per-node?")
+    bad("--nproc 2 s.lua", "there is no option --nproc; did you mean --nproc-per-node?")
     bad("--max_restart=2 s.lua", "did you mean --max-restarts?")
     bad("--nproc-per-node 0 s.lua", "--nproc-per-node is '0'; expected a whole number from 1 to 4096")
     bad("--nproc-per-node two s.lua", "--nproc-per-node is 'two'; expected")

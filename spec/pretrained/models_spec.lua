@@ -166,6 +166,7 @@ describe("models by model_type", function()
       assert.truthy(said:find(words, 1, true), said)
     end
     fails({ "there is no ../../x/config.json" }, function() ps.from_pretrained("../../x") end)
+    fails({ "no model file: there is no file missing.gguf" }, function() ps.from_pretrained("missing.gguf") end)
   end)
 end)
 

@@ -206,7 +206,11 @@ describe("psluajit's command line", function()
   end)
 
   it("shows no line of its own in the error of a script's last call", function()
-    for _, code in ipairs { "return require('ps').zeros('a')", "return require('ps').checkpoints.load('x', 3)" } do
+    local in_forward = "local ps = require 'ps' local Net = ps.nn.class 'Net' function Net:init() self.l = "
+      .. "ps.nn.Linear(4, 4) end function Net:forward(x) local y = ps.ones { 3, 7 } + x return y end ps.initialize { "
+      .. "quiet = true, model_func = function() return Net() end }(ps.randn { 2, 4 })"
+    for _, code in ipairs { "return require('ps').zeros('a')", "return require('ps').checkpoints.load('x', 3)",
+      in_forward } do
       local _, err, code_of = run { "-e", code }
       assert.equal(1, code_of)
       assert.is_nil(err:find("(psluajit)", 1, true), err)

@@ -203,6 +203,7 @@ function caller.trace(text)
   if not before then return text end
   local again = frames:match "^\n\t%[C%]: in function 'error'\n\t(.-):%d+: "
   if noted and again and is_own_shown(again) and before:sub(-#noted.text) == noted.text then frames = noted.frames end
+  frames = frames:gsub("\n\t%(psluajit%):.*$", "")           -- the program's own frames
   if environment.get "PS_TRACEBACK" == "all" then return before .. title .. frames end
   local kept, in_c = {}, {}                                -- in_c: frames of C functions whose caller is not yet known
   for frame in frames:gmatch("[^\n]+") do

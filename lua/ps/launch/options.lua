@@ -173,7 +173,9 @@ local function split(words)
     if REFUSED[key] then fail("%s is not supported: %s", word:match("^[^=]*"), REFUSED[key]) end
     local row = word:match("^%-%-") and OPTIONS[key] or key == "help" and OPTIONS.help
     if not row then
-      local near = nearest.find(key, name_list())
+      local names = name_list()
+      local near = nearest.find(key, names)
+      for _, one in ipairs(near and {} or names) do if one:sub(1, #key) == key then near = one end end
       fail("there is no option %s%s (--help shows all)", word:match("^[^=]*"), near and "; did you mean --" .. near
         .. "?" or "")
     end

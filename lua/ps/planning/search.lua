@@ -174,8 +174,10 @@ local CHANGES = {
 function search.remedies(request, result)
   local list = {}
   if result.fits then return list end
+  local has_disk = false
+  for _, tier in ipairs(result.tiers or {}) do has_disk = has_disk or tier.name == "disk" end
   for _, change in ipairs(CHANGES) do
-    if fits(request, change[2]) then list[#list + 1] = change[1] end
+    if not (has_disk and change[2].disk) and fits(request, change[2]) then list[#list + 1] = change[1] end
   end
   return list
 end

@@ -135,8 +135,9 @@ function forecasts.lines(engine, forecast)
     local line
     if tier.is_file then
       local unused = i > 1 and forecast.fetched[i - 1] + forecast.evicted[i - 1] == 0
+      -- The peak is the size of all chunks, also of those that never leave a higher tier.
       line = ("  %-6s  %s set aside, %s"):format(tier.name, readable.bytes(tier.budget), unused and "not used"
-        or readable.bytes(tier.peak) .. " used")
+        or ("at most %s used"):format(readable.bytes(tier.peak)))
     else
       line = ("  %-6s  predicted peak %s of %s: %s of chunks, %s of other tensors"):format(tier.name,
         readable.bytes(tier.peak), tier.budget > 0 and readable.bytes(tier.budget) or "no limit",
