@@ -26,7 +26,7 @@ local f = assert(io.open(folder .. INDEX, "wb"))
   { name = "random numbers that are not restored", file = "lua/ps/checkpoints/restore.lua",
     from = "random_state.set(own_rng(opened, group))", to = "own_rng(opened, group)" },
   { name = "a schedule that is not restored", file = "lua/ps/checkpoints/restore.lua",
-    from = "if with.sched then with.sched:load_state_dict(state.sched) end", to = "" },
+    from = "if with.sched then load_schedule(opened, with.sched) end", to = "" },
   { name = "exit status 0 after an error", file = "src/main.c",
     from = "return status || p.status ? EXIT_FAILURE : EXIT_SUCCESS;",
     to = "return status ? EXIT_FAILURE : EXIT_SUCCESS;" },
