@@ -64,15 +64,16 @@ local function continued()
   local had = (checkpoints.info(run).extra or {}).options
   for _, name in ipairs(had and FIXED or {}) do
     if args[name] ~= nil and args[name] ~= had[name] then
-      error(("--%s %s: the run in %s has %s: remove this option to resume, or start a new run with another --out")
-        :format(name:gsub("_", "-"), tostring(args[name]), args.out, tostring(had[name] == nil and "none"
-        or had[name])), 0)
+      error(("--%s%s: the run in %s has %s: remove this option to resume, or start a new run with another --out")
+        :format(name:gsub("_", "-"), args[name] == true and "" or " " .. args[name], args.out,
+        tostring(had[name] == nil and "none" or had[name])), 0)
     end
     args[name] = had[name]
   end
 end
 if args.resume then try(continued) end
 args.lr, args.seed = args.lr or args.lora and 2e-4 or 2e-5, args.seed or 1
+args.lora_dropout = args.lora_dropout or 0
 local fixed = {}
 for _, name in ipairs(FIXED) do fixed[name] = args[name] end
 if args.lora then fixed.alpha = args.alpha or 2 * args.lora end
@@ -103,7 +104,7 @@ end
 -- Checks the options and the rows, and checks that the rows contain targets. The model is loaded only after these
 -- checks.
 local function prepared()
-  if not args.lora and (args.dora or args.merge or args.alpha or args.lora_dropout or args.keep_quantized) then
+  if not args.lora and (args.dora or args.merge or args.alpha or args.lora_dropout > 0 or args.keep_quantized) then
     error("--dora, --merge, --alpha, --keep-quantized and --lora-dropout need --lora and a rank, such as --lora 16", 0)
   end
   local folder = require("ps.pretrained.folder").find(args.model)
@@ -167,7 +168,7 @@ local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
       keep_quantized = args.keep_quantized,
       mmap = args.lora and args.disk and "auto" or false }):train()     -- frozen weights remain in their files
     return args.lora and ps.lora.wrap(made, { r = args.lora, alpha = args.alpha or 2 * args.lora, use_dora = args.dora,
-      dropout = args.lora_dropout or 0 }) or made
+      dropout = args.lora_dropout }) or made
   end,
   config = { device = args.device, bf16 = { enabled = args.dtype == "bf16" }, gradient_clipping = 1,
     train_micro_batch_size_per_gpu = args.batch, gradient_accumulation_steps = args.accumulate,

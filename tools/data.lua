@@ -60,8 +60,10 @@ local function example(tok, rows, form, i)
   local empty = 0
   for k, message in ipairs(messages) do
     local said, calls = values.get(message, "content"), values.get(message, "tool_calls")
-    if values.get(message, "role") == "assistant" and (said == nil or said == values.NONE or said == "")
-      and (calls == nil or calls == values.NONE) then empty = k end
+    if values.get(message, "role") == "assistant" and (said == nil or said == values.NONE
+      or type(said) == "string" and not said:find "%S") and (calls == nil or calls == values.NONE or #calls == 0) then
+      empty = k
+    end
   end
   return ids, mask, rendered.left_out, empty
 end

@@ -136,6 +136,28 @@ describe("training", function()
     end
   end)
 
+  it("names a group that the script removed or replaced after training began", function()
+    bmt.close()
+    bmt.init_distributed { quiet = true, config = { plan_print = false } }
+    local model, manager = Fit(), bmt.optim.OptimManager()
+    local optimizer = bmt.optim.AdamOptimizer({ { params = { model.w } }, { params = { model.v } } }, { lr = 0.1 })
+    manager:add_optimizer(optimizer)
+    local function one()
+      manager:zero_grad()
+      manager:backward((model(X) - Y):square():mean())
+      manager:step()
+    end
+    one()
+    local second = table.remove(optimizer.param_groups)
+    fails(one, "bmt.optim: group 2 was removed after training began")
+    optimizer.param_groups[2] = { params = second.params, lr = 0 }
+    fails(one, "bmt.optim: group 2 was replaced after training began")
+    optimizer.param_groups[2], second.lr = second, 0
+    local before = model.v:tolist()
+    one()
+    assert.same(before, model.v:tolist())
+  end)
+
   it("of half types has decoupled decay, masters, a loss scale, and rates of 0 in its hold_steps", function()
     for _, dtype in ipairs { "bf16", "fp16" } do
       bmt.close()

@@ -270,6 +270,121 @@ describe("a configured schedule", function()
       sched = warm }), 1, true)
     assert.equal(want, opt.lr)
   end)
+  it("in a chain continues from its own state with the same rates and bits", function()
+    local sched = ps.sched
+    local function made(make)
+      local opt = ps.optim.SGD(nn.Linear(3, 3), { lr = 0.1 })
+      return opt, make(opt)
+    end
+    local function rates(opt, schedule, n)
+      local list = {}
+      for i = 1, n do
+        list[i] = ("%.17g"):format(opt.lr)
+        schedule:step()
+      end
+      return list
+    end
+    local function half(n) return 1 / (n + 1) end
+    local chains = {
+      function(o) return sched.ChainedScheduler { sched.cosine(o, 2, 12), sched.ExponentialLR(o, 0.9) } end,
+      function(o) return sched.ChainedScheduler { sched.LambdaLR(o, half), sched.ExponentialLR(o, 0.9) } end,
+      function(o) return sched.ChainedScheduler { sched.LinearLR(o), sched.ExponentialLR(o, 0.9) } end,
+      function(o) return sched.ChainedScheduler { sched.CosineAnnealingLR(o, 9), sched.MultiplicativeLR(o, half) } end,
+      function(o) return sched.ChainedScheduler { sched.ChainedScheduler { sched.ExponentialLR(o, 0.9),
+        sched.StepLR(o, 2) }, sched.LinearLR(o) } end,
+    }
+    check.printed(function()
+      for k, make in ipairs(chains) do
+        for steps = 0, 6 do
+          local first, chain = made(make)
+          for _ = 1, steps do chain:step() end
+          local second, other = made(make)
+          second:load_state_dict(first:state_dict())
+          other:load_state_dict(chain:state_dict())
+          assert.same(rates(first, chain, 5), rates(second, other, 5), k .. " after " .. steps)
+          -- continue_at repeats the steps, also of a chain that has made some.
+          first, chain = made(make)
+          for _ = 1, steps do chain:step() end
+          other:continue_at(steps)
+          assert.same(rates(first, chain, 3), rates(second, other, 3), k .. " again at " .. steps)
+        end
+      end
+    end)
+    -- Two schedules of one optimizer that are loaded one after the other.
+    local function two(o) return { sched.LambdaLR(o, half), sched.ExponentialLR(o, 0.9) } end
+    local first, list = made(two)
+    check.printed(function()
+      for _ = 1, 3 do for _, schedule in ipairs(list) do schedule:step() end end
+      local second, others = made(two)
+      second:load_state_dict(first:state_dict())
+      for i, schedule in ipairs(others) do schedule:load_state_dict(list[i]:state_dict()) end
+      for _ = 1, 3 do
+        assert.equal(first.lr, second.lr)
+        for i = 1, 2 do
+          list[i]:step()
+          others[i]:step()
+        end
+      end
+    end)
+    local second, others
+    -- Chains of other parts, and parts with last_epoch.
+    local function chain_of(...)
+      local names = { ... }
+      return function(o)
+        local parts = {}
+        for i, name in ipairs(names) do parts[i] = sched[name](o, name == "StepLR" and 2 or 0.9) end
+        return sched.ChainedScheduler(parts)
+      end
+    end
+    for _, names in ipairs { { "StepLR", "ExponentialLR" }, { "ExponentialLR" } } do
+      first, list = made(chain_of("ExponentialLR", "StepLR"))
+      for _ = 1, 3 do list:step() end
+      local want, reference = made(chain_of(unpack(names)))
+      for _ = 1, 3 do reference:step() end
+      second, others = made(chain_of(unpack(names)))
+      second:load_state_dict(first:state_dict())
+      check.printed(others.load_state_dict, others, list:state_dict())
+      assert.same(rates(want, reference, 3), rates(second, others, 3))
+    end
+    local _, late = made(function(o)
+      return sched.ChainedScheduler { sched.StepLR { optimizer = o, step_size = 2, gamma = 0.5, last_epoch = 4 },
+        sched.ExponentialLR { optimizer = o, gamma = 0.9, last_epoch = 4 } }
+    end)
+    assert.near(0.1 * 0.5 ^ 2 * 0.9 ^ 5, late:get_last_lr()[1], 1e-15)
+    late:step()
+    assert.near(0.1 * 0.5 ^ 3 * 0.9 ^ 6, late:get_last_lr()[1], 1e-15)
+    fails(function()
+      made(function(o) return sched.ChainedScheduler { sched.StepLR { optimizer = o, step_size = 2, last_epoch = 4 },
+        sched.ExponentialLR(o, 0.9) } end)
+    end, "schedulers[1] begins at step 5, but schedulers[2] at step 0")
+  end)
+  it("sets betas back over several runs, with a run without a schedule in between", function()
+    local path = folder .. "/several"
+    local function run(kind, params, scheduler, load)
+      local model, opt = open({ type = kind, params = params }, { scheduler = scheduler, quiet = false })
+      local said = load and check.printed(ps.checkpoints.load, path, { model = model, optimizer = opt }) or ""
+      for i = 1, 2 do step(model, opt, i) end
+      local group = opt.groups[1]
+      ps.checkpoints.save(path, { model = model, optimizer = opt, step = 2 })
+      model:close()
+      return group, said
+    end
+    local cosine = { type = "cosine", params = { num_warmup_steps = 0, num_training_steps = 10 } }
+    local cycle_2 = { type = "OneCycle", params = { cycle_min_lr = 0.01, cycle_max_lr = 0.1,
+      cycle_first_step_size = 5 } }
+    local params = { lr = 0.1, betas = { 0.8, 0.95 } }
+    run("AdamW", params, cycle_2)
+    local group = run("AdamW", params, cycle(), true)
+    assert.equal(0.95, group.betas[2])
+    local again, said = run("AdamW", params, nil, true)
+    assert.same({ 0.8, 0.95 }, again.betas)
+    assert.not_matches("betas", said:gsub("the saved schedule[^\n]*", ""), 1, true)
+    group = run("AdamW", params, cosine, true)
+    assert.same({ 0.8, 0.95 }, group.betas)
+    run("SGD", { lr = 0.1 }, cycle())
+    group = run("SGD", { lr = 0.1 }, nil, true)
+    assert.equal(0, group.momentum)
+  end)
   it("is refused if the given optimizer already has one", function()
     local module = model_func()
     local optimizer = ps.optim.AdamW(module, { lr = 0.1 })
@@ -321,6 +436,28 @@ describe("settings of a checkpoint", function()
     group, said = loaded(saved({ lr = 0.1, betas = { 0.9, 0.95 } }, cycle), { lr = 0.1, betas = { 0.9, 0.999 } }, cycle)
     assert.equal(0.95, group.betas[2])
     assert.matches("group 1: betas is ", said, 1, true)
+  end)
+  it("are not noted for an adopted optimizer with a configured schedule, and noted in PyTorch's form", function()
+    local path = folder .. "/adopted"
+    local linear = { type = "linear", params = { num_warmup_steps = 2, num_training_steps = 20 } }
+    local cycle = { type = "OneCycleLR", params = { max_lr = 0.1, total_steps = 10 } }
+    for _, scheduler in ipairs { linear, cycle } do
+      for run = 1, 3 do
+        local module = model_func()
+        local opt = ps.optim.AdamW(module, { lr = 0.1 })
+        local model = open(nil, { model = module, optimizer = opt, scheduler = scheduler, quiet = false })
+        local said = run > 1 and check.printed(ps.checkpoints.load, path, { model = model, optimizer = opt }) or ""
+        assert.equal("", said)
+        step(model, opt, run)
+        ps.checkpoints.save(path, { model = model, optimizer = opt, step = run })
+        model:close()
+      end
+    end
+    local other = ps.optim.AdamW(model_func(), { lr = 0.3, weight_decay = 0.2 }):torch_state_dict()
+    local model, opt = open({ type = "AdamW", params = { lr = 0.1 } }, { quiet = false })
+    local said = check.printed(opt.load_state_dict, opt, other)
+    assert.matches("group 1: lr is 0.3, not 0.1; group 1: weight_decay is 0.2, not 0", said, 1, true)
+    model:close()
   end)
   it("are not noted for a schedule of the script", function()
     for _, adopted in ipairs { false, true } do

@@ -82,6 +82,19 @@ describe("the groups of an optimizer", function()
     fails(function() optimizer:step() end, "AdamW, group 2 was replaced after the optimizer was made")
     optimizer.groups[2] = second
     optimizer:step()
+    local list = optimizer.groups
+    optimizer.groups = { list[2], list[1] }
+    fails(function() optimizer:step() end, "AdamW, group 1 was replaced after the optimizer was made")
+    optimizer.groups = list
+    optimizer.groups[2].params = nil
+    fails(function() optimizer:step() end, "AdamW, group 2: params")
+    optimizer.groups[2].params = { module.bias }
+    optimizer.groups[2].lr = nil
+    fails(function() sched.StepLR(optimizer, 2) end, "sched.StepLR: lr of group 2")
+    optimizer.groups[2].lr = 1
+    for _, rates in ipairs { { 0.1, "x" }, { 0.1, -1 } } do
+      fails(function() sched.OneCycleLR(optimizer, rates, 10) end, "sched.OneCycleLR: max_lr[2] is")
+    end
     optimizer.groups[2].params[1] = nn.Linear(2, 2).bias
     fails(function() optimizer:step() end, "AdamW, group 2: parameter 1 of params was replaced")
   end)

@@ -378,6 +378,7 @@ describe("a saved state that is damaged", function()
   end
   it("is refused, and nothing is loaded", function()
     refused(function(_, v) v.groups = nil end, "has no list of groups")
+    refused(function(s) s.tensors = nil end, "load_state_dict: its tensors")
     refused(function(_, v) v.groups[1] = 3 end, "group 1 of the saved optimizer is not a table")
     refused(function(_, v) v.t = nil end, "has no table t")
     refused(function(_, v) v.t.weight = "x" end, "number of updates of parameter weight is x")

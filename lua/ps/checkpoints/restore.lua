@@ -369,9 +369,6 @@ local function apply(opened, parts, with, group)
   local state, tensors = opened.state, opened.tensors
   if with.loader then with.loader:load_state_dict(state.loader) end
   if with.scaler then with.scaler:load_state_dict(state.scaler) end
-  if with.sched and state.sched and with.sched.keep_momentum and state.optimizer then
-    with.sched:keep_momentum(state.sched, state.optimizer)
-  end
   if with.optimizer then
     with.optimizer:load_state_dict({ tensors = optimizer_tensors(tensors), values = state.optimizer }, parts.model)
   end

@@ -291,7 +291,7 @@ function setup.configure(engine, request, config)
   request.param_groups = request.param_groups or optim_groups.split(cfg.optimizer.type)
   check_kind(request.param_groups, cfg.optimizer.type)
   local list = engine_groups.configured(cfg.optimizer, request.param_groups)
-  optim_groups.check(list, cfg.optimizer.type)
+  optim_groups.check(list)
   if cfg.optimizer.first_momentum then check_cycle(list) end
   if cfg.scheduler and request.optimizer and optim_groups.changes(request.optimizer.groups) then
     error(("ps.initialize: the optimizer already has a schedule of ps.sched, and the configuration has the schedule "

@@ -190,12 +190,11 @@ function groups.check_trainable(p, name, i, what)
   end
 end
 
--- Maps a list of groups to the groups with which the optimizer was made. Each is {group, kind}.
-local made_with = setmetatable({}, { __mode = "k" })
-
--- Raises an error if a script has added, removed or replaced a group, or has changed its optimizer.
-local function check_same(list, kind)
-  local made = made_with[list] or {}
+--- Raises an error if a script has added, removed or replaced a group, or has changed its optimizer.
+---@param optimizer {groups: table[], made_with: {[1]: table, [2]: string}[]}
+---@param kind string name of the optimizer, such as "AdamW"
+function groups.check_same(optimizer, kind)
+  local list, made = optimizer.groups, optimizer.made_with
   for number = 1, math.max(#list, #made) do
     local group, of = list[number], made[number]
     if not (of and rawequal(group, of[1])) then
@@ -209,12 +208,9 @@ local function check_same(list, kind)
   end
 end
 
---- Raises an error if a group has a setting that is out of range, or is not one of the groups with which the optimizer
---- was made.
+--- Raises an error if a group has a setting that is out of range.
 ---@param list table[]
----@param kind string name of the optimizer, such as "AdamW"
-function groups.check(list, kind)
-  if made_with[list] then check_same(list, kind) end
+function groups.check(list)
   for number, group in ipairs(list) do
     local problem = groups.problem(group)
     if problem then error(("%s, group %d: %s"):format(group.kind, number, problem)) end
@@ -271,7 +267,9 @@ end
 --- Records that an optimizer has the schedule of another one, whose place it takes.
 ---@param optimizer {groups: table[]}
 ---@param old {groups: table[]}
-function groups.take_schedule(optimizer, old) schedules[optimizer.groups] = schedules[old.groups] end
+function groups.take_schedule(optimizer, old)
+  schedules[optimizer.groups] = schedules[optimizer.groups] or schedules[old.groups]
+end
 
 -- Records the rates that psluajit itself has set, so that assignments by a script can be detected.
 local function note_rates(list)
@@ -297,12 +295,12 @@ local GROUP = { __newindex = function(group, key, value)
   rawset(group, key, value)
 end }
 
---- Records the groups with which an optimizer is made.
+--- Records the groups with which an optimizer is made, and their kinds.
 ---@param optimizer {groups: table[]}
 function groups.record(optimizer)
   local made = {}
   for number, group in ipairs(optimizer.groups) do made[number] = { group, group.kind } end
-  made_with[optimizer.groups] = made
+  optimizer.made_with = made
 end
 
 --- Makes the groups' current rates their initial rates.
@@ -348,10 +346,14 @@ local function check_lr(lr, call)
   if problem then error(call .. ": the rate " .. problem) end
 end
 
+-- The lists of groups whose settings were loaded, until a rate is set.
+local loaded = setmetatable({}, { __mode = "k" })
+
 --- Sets the rate of each group to rate_of(group).
 ---@param optimizer {groups: table[]}
 ---@param rate_of fun(group: table): number
 function groups.each_rate(optimizer, rate_of)
+  loaded[optimizer.groups] = nil
   for _, group in ipairs(optimizer.groups) do group.lr = rate_of(group) end
   note_rates(optimizer.groups)
 end
@@ -439,9 +441,19 @@ function groups.fields(methods, instance)
   return instance
 end
 
---- Records the rates that were loaded, so that they do not count as assignments by the script.
+--- Records that settings were loaded. Their rates do not count as assignments by the script.
 ---@param list table[]
-function groups.loaded(list) note_rates(list) end
+---@param same? boolean whether the saved groups began with the rates of these groups. The same schedule, whose state is
+--- loaded next, then does not replace the loaded rates
+function groups.loaded(list, same)
+  note_rates(list)
+  loaded[list] = same or nil
+end
+
+--- Returns whether the rates of groups are those of a loaded state, and began with the rates of these groups.
+---@param list table[]
+---@return boolean
+function groups.was_loaded(list) return loaded[list] == true end
 
 --- Returns what the schedules of an optimizer change: "rates", or also "beta1" (or momentum) or "betas". Returns nil if
 --- the optimizer has no schedule.

@@ -52,6 +52,7 @@ end
 ---@field groups table[] groups with params and settings (lr, weight_decay, ...), which may be changed between steps
 ---@field defaults table
 ---@field counts integer[] for each group, the number of its parameters
+---@field made_with {[1]: table, [2]: string}[] the groups with which the optimizer was made, and their kinds
 ---@field max_norm? number
 ---@field steps integer number of steps, excluding skipped ones
 ---@field trained table<number, true> addresses of the optimizer's parameters
@@ -284,6 +285,7 @@ end
 local function check_members(self)
   local at = 0
   for number, group in ipairs(self.groups) do
+    caller.typed(group.params, "table", ("%s, group %d: params"):format(group.kind, number))
     if #group.params ~= self.counts[number] then
       error(("%s, group %d: params has %s, but the optimizer was made with %d in this group: make the optimizer with "
         .. "all its parameters"):format(group.kind, number, caller.counted(#group.params, "parameter"),
@@ -313,7 +315,8 @@ function Optimizer:step(options)
   groups.check_closure(options)
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", OF_STEP)
   check_ranks(self)
-  groups.check(self.groups, self.kind.name)
+  groups.check_same(self, self.kind.name)
+  groups.check(self.groups)
   check_members(self)
   groups.tell_zero(self)
   check_taken(self)
@@ -419,7 +422,7 @@ function Optimizer:state_dict(model)
     if group.kind ~= self.kind.name then values.groups[number].kind = group.kind end
   end
   if model == nil then values.param_names = entries_of.own_names(self) end
-  values.averages = average.saved(self.entries, names)
+  values.averages, values.changes = average.saved(self.entries, names), groups.changes(self.groups)
   return { tensors = tensors, values = values }
 end
 
@@ -487,6 +490,7 @@ function Optimizer:load_state_dict(state, model)
     return
   end
   caller.typed(state.values, "table", "load_state_dict: its values")
+  caller.typed(state.tensors, "table", "load_state_dict: its tensors")
   if model ~= nil and not nn_module.is_module(model) then
     error("load_state_dict: the second argument must be a model")
   end
@@ -494,10 +498,8 @@ function Optimizer:load_state_dict(state, model)
   local names = entries_of.saved_names(self, model, values)
   local problem = optimizer_state.problem(values, self.kind.name, self.groups)
   if problem then error(problem) end
-  local saved_of = {}
-  for number, group in ipairs(self.groups) do
-    saved_of[group] = saved_groups.with_saved(group, values.groups[number])
-  end
+  local saved_of, theirs = {}, saved_groups.to_load(self.groups, values)
+  for number, group in ipairs(self.groups) do saved_of[group] = saved_groups.with_saved(group, theirs[number]) end
   for i, entry in ipairs(self.entries) do
     local t = values.t[names[i]]
     if not t then error("the saved optimizer has no state for parameter " .. names[i]) end
@@ -526,7 +528,7 @@ function Optimizer:load_state_dict(state, model)
       entry[key] = value
     end
   end
-  saved_groups.from_text(self.groups, values.groups)
+  saved_groups.from_text(self.groups, theirs)
   self.steps, self.moved = values.steps, nil
 end
 

@@ -30,14 +30,19 @@ end
 -- Maps a group without a schedule to the rate, as text, with which the run began whose state was loaded.
 local first_rates = setmetatable({}, { __mode = "k" })
 
+-- Returns the names of the fields that are saved and loaded: the settings, and the fields that scripts cannot set.
+local function saved_keys(group)
+  local keys = groups.read_keys(group)
+  for key in pairs(optimizers.of_group(group).fixed or {}) do keys[#keys + 1] = key end
+  return keys
+end
+
 --- Returns the fields of a group that are saved, as text: its settings, the fields that scripts cannot set, and the
 --- rate with which the run began. The last is not loaded, but compared (saved_groups.differences).
 ---@param group table
 ---@return table<string, string|boolean>
 function saved_groups.saved(group)
-  local keys = groups.read_keys(group)
-  for key in pairs(optimizers.of_group(group).fixed or {}) do keys[#keys + 1] = key end
-  local kept = saved_groups.to_text(group, keys)
+  local kept = saved_groups.to_text(group, saved_keys(group))
   kept.initial_lr = first_rates[group] or text_of(group.initial_lr)
   return kept
 end
@@ -128,15 +133,37 @@ function saved_groups.mismatch(list, saved, kind)
   end
 end
 
+--- Returns the saved groups that are to be loaded. If a schedule of the saved optimizer changed beta1, momentum or
+--- beta2, and no schedule of this optimizer does, these groups lack the values, so that this optimizer keeps its own.
+---@param list table[]
+---@param values table the field `values` of a saved state
+---@return table[]
+function saved_groups.to_load(list, values)
+  local now, was, all = groups.changes(list), values.changes, {}
+  if was ~= "beta1" and was ~= "betas" or now == "betas" or now == was then return values.groups end
+  for number, group in ipairs(list) do
+    local saved = copied(values.groups[number])
+    local beta2 = was == "beta1" and type(saved.betas) == "string" and saved.betas:match " (%S+)$"
+    if not saved.betas then saved.momentum = nil end
+    saved.betas = beta2 and group.betas and ("%.17g %s"):format(group.betas[1], beta2) or nil
+    all[number] = saved
+  end
+  return all
+end
+
 --- Loads settings that saved_groups.saved has converted.
 ---@param list table[]
 ---@param saved table[] saved settings of each group
 function saved_groups.from_text(list, saved)
+  local same = true
   for number, group in ipairs(list) do
-    for key, value in pairs(saved[number]) do if key ~= "initial_lr" then group[key] = value_of(value) end end
+    for _, key in ipairs(saved_keys(group)) do
+      if saved[number][key] ~= nil then group[key] = value_of(saved[number][key]) end
+    end
     first_rates[group] = not groups.changes(list) and saved[number].initial_lr or nil
+    same = same and saved[number].initial_lr == text_of(group.initial_lr)
   end
-  groups.loaded(list)
+  groups.loaded(list, same)
 end
 
 return saved_groups

@@ -314,7 +314,14 @@ function torch.ChainedScheduler(schedulers, optimizer)
   end
   if not parts[1] then error "sched.ChainedScheduler: schedulers is empty; it needs at least one schedule" end
   local self = schedule.build("ChainedScheduler", { optimizer = owner }, nil, schedule.HELD)
-  self.parts = parts
+  self.parts, self.began = parts, parts[1].began
+  for i, part in ipairs(parts) do
+    if part.began ~= self.began then
+      error(("sched.ChainedScheduler: schedulers[1] begins at step %d, but schedulers[%d] at step %d: give all the "
+        .. "same last_epoch"):format(self.began or 0, i, part.began or 0))
+    end
+  end
+  if self.began then schedule.repeat_steps(self, self.began) end
   return self
 end
 
@@ -366,6 +373,12 @@ function torch.OneCycleLR(options, ...)
   end
   local anneal = caller.one_of(options.anneal_strategy or "cos", ANNEAL, "sched.OneCycleLR: anneal_strategy")
   local highs, phases = options.max_lr, cycle_phases(options, total)
+  for i, high in ipairs(type(highs) == "table" and highs or { highs }) do
+    if type(high) ~= "number" or high ~= high or high < 0 then
+      error(("sched.OneCycleLR: max_lr%s is %s; it must be a number of at least 0"):format(type(highs) == "table"
+        and ("[%d]"):format(i) or "", tostring(high)))
+    end
+  end
   if type(highs) == "table" and #highs ~= #(options.optimizer.groups or {}) then
     error(("sched.OneCycleLR: max_lr has %d rates for %d groups"):format(#highs, #(options.optimizer.groups or {})))
   end

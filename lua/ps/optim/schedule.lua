@@ -98,20 +98,26 @@ local function start(self)
   apply(self)
 end
 
--- Sets the rates of a chain of schedules after self.count steps. Each rate depends on the previous one, so the function
+-- Begins a schedule, which may be a chain, again.
+local function restart(self)
+  for _, part in ipairs(self.parts or {}) do restart(part) end
+  self.count, self.rates = 0, {}
+  start(self)
+end
+
+-- Sets the rates of a chain of schedules after `count` steps. Each rate depends on the previous one, so the function
 -- repeats all steps from the initial rates on.
-local function repeat_steps(self)
+local function repeat_steps(self, count)
   if has_rates(self.optimizer) then
     optim_groups.each_rate(self.optimizer, function(group) return group.initial_lr end)
   end
-  for _, part in ipairs(self.parts) do
-    part.count, part.rates = 0, {}
-    start(part)
-  end
-  for _ = 1, self.count do
+  restart(self)
+  for _ = 1, count do
     for _, part in ipairs(self.parts) do part:step() end
   end
+  self.count = count
 end
+schedule.repeat_steps = repeat_steps
 
 -- Finds the rates that a script or another schedule has changed since this schedule set them. As in PyTorch, a schedule
 -- with `follow` computes its next rates from the changed rates. Other schedules replace the changed rates, and print a
@@ -218,6 +224,9 @@ function schedule.build(name, options, rate, how, more)
   end
   check_configured(name, options.optimizer)
   if has_rates(options.optimizer) then
+    for number, group in ipairs(options.optimizer.groups) do
+      caller.typed(group.lr, "number", ("sched.%s: lr of group %d"):format(name, number))
+    end
     optim_groups.renew_rates(options.optimizer)
     tell_groups(name, options.optimizer, how)
   end
@@ -280,13 +289,15 @@ function schedule.advance(self)
 end
 
 --- Returns the schedule's kind, step count and options, for load_state_dict.
----@return {name: string, count: integer, options: table<string, string>, changes?: "beta1"|"betas", follows?:
---- integer[], schedulers?: table[]} changes: "beta1" if the schedule changes beta1 or momentum, "betas" if it also
---- changes beta2
+---@return {name: string, count: integer, options: table<string, string>, follows?: integer[], rates?: string[],
+---  schedulers?: table[]} rates: the rates that the schedule has set
 function Schedule:state_dict()
   local state = { name = self.name, count = self.count, options = self.options }
   for _, key in ipairs(self.kept or {}) do state[key] = text_of(self[key]) end
-  state.changes = changes(self)
+  if self.follow then
+    state.rates = {}
+    for number = 1, #self.rates do state.rates[number] = text_of(self.rates[number]) end
+  end
   for i, part in ipairs(self.parts or {}) do
     state.schedulers = state.schedulers or {}
     state.schedulers[i] = part:state_dict()
@@ -295,7 +306,12 @@ function Schedule:state_dict()
   return state
 end
 
-local function described(name, options)
+local function described(name, options, schedulers)
+  if schedulers then
+    local names = {}
+    for i, part in ipairs(schedulers) do names[i] = part.name end
+    return ("%s of %s"):format(name, table.concat(names, ", "))
+  end
   local keys, parts = caller.sorted_names(options), {}
   for i, key in ipairs(keys) do
     local number = tonumber(options[key])
@@ -304,69 +320,82 @@ local function described(name, options)
   return name .. (parts[1] and " { " .. table.concat(parts, ", ") .. " }" or "")
 end
 
--- Prints a note if a run continues with a schedule that differs from the saved schedule.
-local function tell_change(self, state)
-  local same = state.name == self.name
-  for key, value in pairs(same and state.options or {}) do same = same and self.options[key] == value end
-  for key in pairs(same and state.options and self.options or {}) do same = same and state.options[key] ~= nil end
-  if same or not optim_groups.prints(self.optimizer) then return end
-  io.stderr:write(("psluajit: the saved schedule is %s, and this run's is %s: it continues at its step %d, with the "
-    .. "rate %.6g\n"):format(described(state.name, state.options or {}), described(self.name, self.options), self.count,
-    self:lr()))
+-- Returns whether a saved schedule has the name and the options of this one, and so have its parts.
+local function is_same(self, state)
+  local options, parts = state.options or {}, self.parts or {}
+  if state.name ~= self.name or #(state.schedulers or {}) ~= #parts then return false end
+  for key, value in pairs(options) do if self.options[key] ~= value then return false end end
+  for key in pairs(state.options and self.options or {}) do if options[key] == nil then return false end end
+  for i, part in ipairs(parts) do
+    if type(state.schedulers[i]) ~= "table" or not is_same(part, state.schedulers[i]) then return false end
+  end
+  return true
 end
 
---- Continues at the step of a saved schedule. Prints a note if the kind or the options of the saved schedule differ
---- from the kind or the options of this schedule.
----@param state {name: string, count: integer, options?: table<string, string>, follows?: integer[], schedulers?:
---- table[]}
-function Schedule:load_state_dict(state)
+-- Prints a note that a run continues with a schedule which differs from the saved schedule.
+local function tell_change(self, state)
+  if not optim_groups.prints(self.optimizer) then return end
+  io.stderr:write(("psluajit: the saved schedule is %s, and this run's is %s: it continues at its step %d, with the "
+    .. "rate %.6g\n"):format(described(state.name, state.options or {}, state.schedulers),
+    described(self.name, self.options, self.parts), self.count, self:lr()))
+end
+
+-- Continues exactly where a saved schedule with the same name and options was. If the optimizer's state was loaded, its
+-- rates are kept.
+local function continue(self, state)
+  for i, part in ipairs(self.parts or {}) do continue(part, state.schedulers[i]) end
+  self.count, self.follows = state.count, {}
+  for _, key in ipairs(self.kept or {}) do self[key] = tonumber(state[key]) end
+  for _, number in ipairs(self.follow and state.follows or {}) do self.follows[number] = true end
+  local kept = has_rates(self.optimizer) and optim_groups.was_loaded(self.optimizer.groups)
+  if not kept then return apply(self, true) end
+  self.rates = {}
+  for number, text in ipairs(state.rates or {}) do self.rates[number] = tonumber(text) end
+end
+
+-- Checks the state of a schedule and the states of its parts.
+local function check_state(state)
   caller.typed(state, "table", "schedule:load_state_dict: the state")
   if type(state.name) ~= "string" or type(state.count) ~= "number" then
     error("schedule:load_state_dict: the state has no name and count; it is not that of a schedule")
   end
-  self.count = caller.whole(state.count, "schedule:load_state_dict: count", 0)
-  local same = state.name == self.name
-  local follows = same and self.follow and state.follows or {}
-  caller.list(follows, "schedule:load_state_dict: follows")
-  for _, key in ipairs(same and self.kept or {}) do self[key] = tonumber(state[key]) end
-  local parts = same and self.parts and state.schedulers or {}
-  caller.list(parts, "schedule:load_state_dict: schedulers")
-  if self.parts and #parts ~= #self.parts and same then
-    error(("schedule:load_state_dict: the state is of %d chained schedules, but this schedule chains %d"):format(#parts,
-      #self.parts))
+  caller.whole(state.count, "schedule:load_state_dict: count", 0)
+  for _, key in ipairs { "follows", "rates", "schedulers" } do
+    caller.list(state[key] or {}, "schedule:load_state_dict: " .. key)
   end
-  for i, part in ipairs(parts) do self.parts[i]:load_state_dict(part) end
-  if self.parts and not same then repeat_steps(self) end
-  self.follows = {}
-  for _, number in ipairs(follows) do
-    self.follows[caller.whole(number, "schedule:load_state_dict: a number in follows", 1)] = true
+  for _, number in ipairs(state.follows or {}) do
+    caller.whole(number, "schedule:load_state_dict: a number in follows", 1)
   end
-  apply(self, true)
+  for _, part in ipairs(state.schedulers or {}) do check_state(part) end
+end
+
+--- Continues at the step of a saved schedule. Prints a note if the kind or the options of the saved schedule differ
+--- from the kind or the options of this schedule.
+---@param state {name: string, count: integer, options?: table<string, string>, follows?: integer[], rates?: string[],
+---  schedulers?: table[]}
+function Schedule:load_state_dict(state)
+  check_state(state)
+  if is_same(self, state) then
+    continue(self, state)
+    return
+  end
+  -- A schedule of the same kind continues what it has measured, such as the best loss.
+  if state.name == self.name then
+    for _, key in ipairs(self.kept or {}) do self[key] = tonumber(state[key]) or self[key] end
+  end
+  self:continue_at(state.count)
+  if state.name == self.name and self.follow and not self.parts then
+    for _, number in ipairs(state.follows or {}) do self.follows[number] = true end
+    apply(self, true)
+  end
   tell_change(self, state)
 end
 
 --- Continues after a number of optimizer steps for which no state of a schedule was saved.
 ---@param count integer number of optimizer steps so far
 function Schedule:continue_at(count)
-  caller.whole(count, "schedule:continue_at: count", 0)
-  self.count, self.follows = count, {}
-  if self.parts then repeat_steps(self) else apply(self, true) end
-end
-
---- Called before the saved state of an optimizer is loaded. If the saved schedule changed beta1, momentum or beta2 and
---- this schedule does not, removes the saved values, so that the optimizer keeps the values of this run.
----@param state table the saved state of a schedule
----@param values table the field `values` of the saved state of the optimizer
-function Schedule:keep_momentum(state, values)
-  if not state.changes or changes(self) then return end
-  for number, group in ipairs(self.optimizer.groups or {}) do
-    local saved = type(values.groups) == "table" and values.groups[number]
-    if type(saved) == "table" then
-      local beta2 = state.changes == "beta1" and type(saved.betas) == "string" and saved.betas:match " (%S+)$"
-      if not saved.betas then saved.momentum = nil end
-      saved.betas = beta2 and group.betas and ("%.17g %s"):format(group.betas[1], beta2) or nil
-    end
-  end
+  self.count, self.follows = caller.whole(count, "schedule:continue_at: count", 0), {}
+  if self.parts then repeat_steps(self, count) else apply(self, true) end
 end
 
 --- Returns a text that describes a schedule which ends before or after the run. Returns nil if the schedule ends with

@@ -24,7 +24,8 @@ local optimizers = require "ps.optimizers"
 local copied = require "ps.core.copied"
 local torch_pt = require "ps.io.torch_pt"
 local rectangles = require "ps.core.rectangles"
-local error = require("ps.core.caller").error
+local caller = require "ps.core.caller"
+local error = caller.error
 
 local state = {}
 
@@ -89,8 +90,8 @@ local function needed_by(saved, number, opt)
   end
   local needed = made.needed(group)
   if needed <= #opt.states[number] then return needed end
-  error(("param_groups[%d] of the saved optimizer: %s, but this one was made without the states that it needs; set it "
-    .. "in the configuration"):format(number, made.lacking(group)), 0)
+  error(("param_groups[%d] of the saved optimizer: %s, but this one was made without the states that it needs; make it "
+    .. "with this setting"):format(number, made.lacking(group)), 0)
 end
 
 --- Describes why the values of a saved state are not those of an optimizer with these groups. Returns nil if they are.
@@ -137,6 +138,7 @@ end
 ---@param opt ps.EngineOptimizer
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function state.named(opt)
+  optim_groups.check_same(opt, opt.kind)
   local tensors = {}
   local values = { kind = opt.kind, steps = opt.steps, calls = opt.engine.steps, t = {}, groups = {} }
   for i = 1, opt:count() do
@@ -154,7 +156,7 @@ function state.named(opt)
   for number, list in ipairs(members(opt)) do
     for _, at in ipairs(list) do entries[#entries + 1], names[#names + 1] = { group = opt.groups[number] }, at.name end
   end
-  values.averages = average.saved(entries, names)
+  values.averages, values.changes = average.saved(entries, names), optim_groups.changes(opt.groups)
   return { tensors = tensors, values = values }
 end
 
@@ -185,8 +187,8 @@ end
 local function load_named(opt, source, values)
   local problem = state.problem(values, opt.kind, opt.groups)
   if problem then error(problem, 0) end
-  local needed = {}
-  for number, group in ipairs(values.groups) do needed[number] = needed_by(group, number, opt) end
+  local needed, theirs = {}, saved_groups.to_load(opt.groups, values)
+  for number, group in ipairs(theirs) do needed[number] = needed_by(group, number, opt) end
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name]
@@ -209,8 +211,8 @@ local function load_named(opt, source, values)
     opt:set_updates(i, t)
   end
   note_frozen(opt, values.t)
-  note_settings(opt, values.groups)
-  saved_groups.from_text(opt.groups, values.groups)
+  note_settings(opt, theirs)
+  saved_groups.from_text(opt.groups, theirs)
   opt.steps = values.steps
   opt.engine:set_steps(values.calls or values.steps)
 end
@@ -364,10 +366,15 @@ local function load_torch(opt, saved)
     set_averages(at.slot, at.source, "")
     opt:set_updates(at.i, at.step)
   end
+  local texts = {}
+  for number, values in ipairs(settings) do
+    texts[number] = saved_groups.to_text(values, caller.sorted_names(values))
+  end
+  if opt.engine.note then note_settings(opt, texts) end
   for number, group in ipairs(opt.groups) do
     for key, value in pairs(settings[number]) do group[key] = value end
-    optim_groups.loaded { group }
   end
+  optim_groups.loaded(opt.groups)
   opt.steps = most
   opt.engine:set_steps(most)
 end
@@ -385,7 +392,10 @@ function state.load(opt, saved)
     if saved:holds("values") then return load_named(opt, saved:at("tensors"), saved:get("values")) end
     return load_torch(opt, saved)
   end
-  if saved.values then return load_named(opt, saved.tensors, saved.values) end
+  if saved.values then
+    if type(saved.tensors) ~= "table" then error("this is not an optimizer's state: it has no tensors", 0) end
+    return load_named(opt, saved.tensors, saved.values)
+  end
   return load_torch(opt, saved)
 end
 

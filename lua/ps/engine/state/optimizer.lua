@@ -83,7 +83,8 @@ end
 --- Settings must not change from the beginning of an update to the end of step().
 ---@return string
 function Optimizer:checked_settings()
-  groups.check(self.groups, self.kind)
+  groups.check_same(self, self.kind)
+  groups.check(self.groups)
   average.check_trains(self, self.kind)
   local parts = {}
   for i, group in ipairs(self.groups) do
