@@ -181,7 +181,9 @@ run_parts() {
   log=$(mktemp) || exit 1                     # global, since the trap reads it
   trap 'rm -f "$log"' EXIT
   export PATH="$(dirname "$python"):$PATH" PS_TORCH_PYTHON=$python
-  parts=${ORACLE_PARTS:-$(cd "$root/spec/oracle" && ls ./*_oracle.py | sed 's|^\./||; s|_oracle\.py$||')}
+  # The part tokens begins first, since it takes longest.
+  parts=${ORACLE_PARTS:-tokens $(cd "$root/spec/oracle" && ls ./*_oracle.py | sed 's|^\./||; s|_oracle\.py$||' |
+    grep -vx tokens)}
   if [ -z "${PS_LLAMA:-}" ] && printf '%s\n' $parts | grep -qx llama; then
     parts=$(printf '%s\n' $parts | grep -vx llama)
     echo "oracle: the part llama is left out: PS_LLAMA is not set (tools/oracle.sh llama builds llama.cpp)"
