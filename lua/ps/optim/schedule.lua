@@ -379,13 +379,12 @@ function Schedule:load_state_dict(state)
     continue(self, state)
     return
   end
-  -- A schedule of the same kind continues what it has measured, such as the best loss.
-  if state.name == self.name then
+  if self.parts or state.name ~= self.name then self:continue_at(state.count)
+  else
+    -- A schedule of the same kind continues from what it has measured, such as the best loss, and from changed rates.
     for _, key in ipairs(self.kept or {}) do self[key] = tonumber(state[key]) or self[key] end
-  end
-  self:continue_at(state.count)
-  if state.name == self.name and self.follow and not self.parts then
-    for _, number in ipairs(state.follows or {}) do self.follows[number] = true end
+    self.count, self.follows = state.count, {}
+    for _, number in ipairs(self.follow and state.follows or {}) do self.follows[number] = true end
     apply(self, true)
   end
   tell_change(self, state)
