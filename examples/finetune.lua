@@ -57,7 +57,7 @@ local function try(fn, ...) return line.try("finetune.lua", fn, ...) end
 -- Options that a checkpoint stores. With --resume, another value is an error, because the run would be a different run.
 local FIXED = { "lora", "alpha", "dora", "lora_dropout", "lr", "seed" }
 
--- Gives the options in FIXED the values of the run that --resume continues.
+-- Sets the options in FIXED to the values of the run that --resume continues.
 local function continued()
   local found, why = checkpoints.find(run)
   if not found then error(why .. "; to start a new run there, remove --resume", 0) end
@@ -71,6 +71,9 @@ local function continued()
     args[name] = had[name]
   end
 end
+-- A checkpoint replaces the random numbers of a resumed run.
+ps.init_distributed { seed = args.seed or 1, quiet = true }
+ps.catch_interrupts()
 if args.resume then try(continued) end
 args.lr, args.seed = args.lr or args.lora and 2e-4 or 2e-5, args.seed or 1
 args.lora_dropout = args.lora_dropout or 0
@@ -78,8 +81,6 @@ local fixed = {}
 for _, name in ipairs(FIXED) do fixed[name] = args[name] end
 if args.lora then fixed.alpha = args.alpha or 2 * args.lora end
 
-ps.init_distributed { seed = args.seed, quiet = true }
-ps.catch_interrupts()
 local function leave_if_interrupted()
   if not ps.any_rank(ps.interrupts() > 0) then return end
   ps.print_rank "interrupted; --resume continues if there is a checkpoint"

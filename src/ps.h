@@ -128,8 +128,8 @@ void ps_local_rank_set(int local_rank);
 /* The memory of a device, in bytes.
  *   used: memory of tensors.
  *   peak: the maximum of `used`.
- *   reserved: memory that was allocated from the system. On the host this is address space, of which pages without
- *     tensors hold no memory.
+ *   reserved: memory that was allocated from the system. On the host this is address space, and pages without tensors
+ *     use no physical memory.
  *   limit: maximum number of bytes that may be used, 0 if there is no limit. */
 typedef struct ps_memory_info { int64_t used, peak, reserved, limit; } ps_memory_info;
 int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out);     /* Returns PS_EINVAL if there is no such device. */

@@ -51,7 +51,7 @@ local function printable(text)
   return (text:gsub("\194([\128-\159])", function(c) return ("\\x%02x"):format(c:byte()) end))
 end
 
--- Returns the ids and the mask of row i, and what the template leaves out (ps.chat.Rendered).
+-- Returns the ids and the mask of row i, and the parts that the template leaves out (ps.chat.Rendered).
 local function example(tok, rows, form, i)
   local messages, tools = ps.data.conversation(rows, i, form)
   local how = { train_on = args.train_on, date = args.date, tools = tools }

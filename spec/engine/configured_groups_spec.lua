@@ -384,6 +384,32 @@ describe("a configured schedule", function()
     run("SGD", { lr = 0.1 }, cycle())
     group = run("SGD", { lr = 0.1 }, nil, true)
     assert.equal(0, group.momentum)
+    -- The saved settings are checked together with those that the run keeps.
+    run("SGD", { lr = 0.1, momentum = 0.9, nesterov = true }, cycle())
+    fails(function() run("SGD", { lr = 0.1 }, nil, true) end,
+      "group 1 of the saved optimizer: nesterov needs a momentum above 0")
+  end)
+  it("of an optimizer that ps.initialize adopts continues from its initial rate", function()
+    for _, memory in ipairs { "chunk", "plain" } do
+      for _, make in ipairs { function(o) return ps.sched.LambdaLR(o, function(n) return n / 4 end) end,
+        function(o) return ps.sched.LinearLR(o, 0.25, 1, 3) end } do
+        local alone = ps.optim.SGD(nn.Linear(3, 3), { lr = 0.1 })
+        local want = make(alone)
+        local module = model_func()
+        local opt = ps.optim.SGD(module, { lr = 0.1 })
+        local schedule = make(opt)
+        local model = open(nil, { model = module, optimizer = opt, memory = memory == "plain" and memory or nil })
+        assert.equal("", check.printed(function()
+          for i = 1, 5 do
+            assert.equal(alone.lr, opt.lr)
+            step(model, opt, i)
+            schedule:step()
+            want:step()
+          end
+        end))
+        model:close()
+      end
+    end
   end)
   it("is refused if the given optimizer already has one", function()
     local module = model_func()

@@ -125,7 +125,7 @@ PS_BOTH double ps_adafactor_rate(int64_t step, double lr, double eps2, double rm
 }
 
 /* Returns the average of Adafactor after an update: (1 - take) * old + take * mean. PyTorch's rule is torch.lerp, which
- * gives NaN if `mean` is infinite and take >= 0.5, or if `old` is infinite. */
+ * returns NaN if `mean` is infinite and take >= 0.5, or if `old` is infinite and take < 0.5. */
 static inline double ps_adafactor_average(double old, double mean, double take, bool hugging_face)
 {
     if (hugging_face) return (1 - take) * old + take * mean;

@@ -180,17 +180,6 @@ local function groups_in(manager)
   return all
 end
 
--- Raises an error if a script has added, removed or replaced a group since training began.
-local function check_groups(self)
-  local all, own = groups_in(self), self.engine and self.engine.optimizer and self.engine.optimizer.groups or {}
-  for number = 1, #own > 0 and math.max(#all, #own) or 0 do
-    if not rawequal(all[number], own[number]) then
-      error(("bmt.optim: group %d was %s after training began; change the settings of the group instead"):format(number,
-        all[number] == nil and "removed" or own[number] == nil and "added" or "replaced"))
-    end
-  end
-end
-
 -- Prepares the engine's optimizer. It is called after the engine has received the model and the manager's groups.
 local function taken(self, engine)
   local opt, cfg = engine.optimizer, engine.cfg
@@ -231,7 +220,7 @@ local function begun(self, call)
     error(("OptimManager:%s: no model trains yet: add an optimizer with the model's parameters, and call the model, "
       .. "whose class derives from bmt.DistributedModule, with gradients"):format(call))
   end
-  check_groups(self)
+  optim_groups.check_same(self.engine.optimizer, "bmt.optim", groups_in(self))
   return self.engine
 end
 

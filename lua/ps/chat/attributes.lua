@@ -88,8 +88,8 @@ local function missing(v, name)
   local said = ("'%s' has no attribute '%s'"):format(what, name)
   local message = getmetatable(v) == values.Dict and v.message
   if message and v.nulls and v.nulls[name] then
-    return values.undefined(("messages[%d].%s is null, but the template needs a text: write \"\" instead of null")
-      :format(message, name))
+    local advice = name == "content" and "a text: write \"\" instead of null" or "it: give it a value"
+    return values.undefined(("messages[%d].%s is null, but the template needs %s"):format(message, name, advice))
   end
   return values.undefined(message and ("%s (messages[%d])"):format(said, message) or said)
 end

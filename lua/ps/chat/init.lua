@@ -408,8 +408,8 @@ end
 --- tool or a document
 ---@field roles {[1]: integer, [2]: integer, known: boolean}[] first and last byte of each role; known is true if the
 --- role is in ROLES
----@field left_out {reasoning: integer[], tool_calls: integer[], tools: boolean} what is not in the text: the reasoning
---- of these messages, the tool calls of these messages, and the tools
+---@field left_out {reasoning: integer[], tool_calls: integer[], tools: boolean} the parts that are not in the text:
+--- the reasoning of these messages, the tool calls of these messages, and the tools
 
 --- Renders a conversation. Returns the text, and the ranges of bytes that the model has to produce. In each turn of the
 --- assistant, the model has to produce all bytes after the header, up to and including the token that ends the turn:

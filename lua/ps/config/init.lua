@@ -216,11 +216,12 @@ local function resolve_cycle_of_torch(state, optimizer, params)
   optimizer.first_momentum = math.max(params.max_momentum, params.base_momentum)
   local made = optimizers.of(optimizer.type)
   local key = made.defaults.betas and "betas" or "momentum"
-  if state.given["optimizer.params." .. key] then
-    local path = state:shown("optimizer.params." .. key)
-    state:note("scheduler.params.cycle_momentum: %s follows the cycle, between %g and %g; %s has no effect",
-      key == "betas" and "beta1" or "the momentum", params.base_momentum, params.max_momentum,
-      key == "betas" and "the first number of " .. path or path)
+  local path, given = state:shown("optimizer.params." .. key), state.given["optimizer.params." .. key]
+  if key == "momentum" or given then
+    local unused = key == "betas" and "the first number of " .. path or path
+    state:note("scheduler.params.cycle_momentum: %s follows the cycle, between %g and %g%s", key == "betas" and "beta1"
+      or "the momentum", params.base_momentum, params.max_momentum, given and ("; %s has no effect"):format(unused)
+      or "")
   end
 end
 

@@ -169,6 +169,7 @@ function caller.note(e, told)
   if raised_again(e, 3) then return e end
   e = caller.at(e)
   local frames = debug.traceback("", 3):match "\nstack traceback:(.*)$"
+  frames = frames and frames:gsub("\n\t%(psluajit%):.*$", "")              -- omits the program's frames, as main.c does
   noted = { value = e, text = select(2, pcall(tostring, e)), frames = frames, passing = false }
   if told then told() end
   return e
@@ -203,7 +204,6 @@ function caller.trace(text)
   if not before then return text end
   local again = frames:match "^\n\t%[C%]: in function 'error'\n\t(.-):%d+: "
   if noted and again and is_own_shown(again) and before:sub(-#noted.text) == noted.text then frames = noted.frames end
-  frames = frames:gsub("\n\t%(psluajit%):.*$", "")           -- the program's own frames
   if environment.get "PS_TRACEBACK" == "all" then return before .. title .. frames end
   local kept, in_c = {}, {}                                -- in_c: frames of C functions whose caller is not yet known
   for frame in frames:gmatch("[^\n]+") do

@@ -6,10 +6,10 @@ local values = require "ps.chat.values"
 
 local left_out = {}
 
--- Number of rows that note() reads.
-local ROWS = 1000
+-- Numbers of rows that note() reads and renders.
+local ROWS, RENDERED = 1000, 50
 
---- Describes what a template left out.
+--- Describes the parts of a conversation that a template left out.
 ---@param out {reasoning: integer[], tool_calls: integer[], tools: boolean} the field of ps.chat.Rendered
 ---@return string[] texts such as "the reasoning of message 2"
 function left_out.texts(out)
@@ -29,11 +29,17 @@ end
 ---@return string?
 function left_out.note(tokenizer, rows, form, how)
   if form == "ids" or form == "text" or form:find "preference" then return nil end
+  local rendered = 0
   for i = 1, math.min(#rows, ROWS) do
     local messages, tools = formats.conversation(rows, i, form)
-    local calls = tools ~= nil
-    for _, message in ipairs(messages) do calls = calls or values.get(message, "tool_calls") ~= nil end
-    if calls then
+    local has_calls = tools ~= nil
+    for _, message in ipairs(messages) do
+      local calls = values.get(message, "tool_calls")
+      has_calls = has_calls or calls ~= nil and calls ~= values.NONE
+    end
+    if rendered == RENDERED then return nil end
+    if has_calls then
+      rendered = rendered + 1
       local out = tokenizer:render_chat(messages, { date = how and how.date, tools = tools }).left_out
       out.reasoning = {}
       local texts = left_out.texts(out)

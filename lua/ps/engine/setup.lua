@@ -112,8 +112,8 @@ end
 local function check_cycle(list)
   for number, group in ipairs(list) do
     if not group.betas and not group.momentum then
-      error(("scheduler.params.cycle_momentum is true (the default), but %s (group %d) has neither betas nor momentum; "
-        .. "write false"):format(group.kind, number))
+      error(("ps.initialize: scheduler.params.cycle_momentum is true (the default), but %s (group %d) has neither "
+        .. "betas nor momentum; write false"):format(group.kind, number))
     end
   end
 end

@@ -175,7 +175,9 @@ local function split(words)
     if not row then
       local names = name_list()
       local near = nearest.find(key, names)
-      for _, one in ipairs(near and {} or names) do if one:sub(1, #key) == key then near = one end end
+      local begin = {}
+      for _, one in ipairs(names) do if #key > 1 and one:sub(1, #key) == key then begin[#begin + 1] = one end end
+      if not near and #begin == 1 then near = begin[1] end
       fail("there is no option %s%s (--help shows all)", word:match("^[^=]*"), near and "; did you mean --" .. near
         .. "?" or "")
     end

@@ -40,7 +40,7 @@ function entries.states_of(entry)
 end
 
 --- Creates the state of a parameter when the parameter has a gradient for the first time. Returns the states that the
---- parameter needs.
+--- parameter then has.
 ---@param entry table
 ---@return table[]
 function entries.prepare(entry)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Parameter groups, for the optimizers of ps.optim and of engines. Scripts may change a group's settings between steps.
--- This file sets the learning rates of groups. It also checks groups and settings, because settings out of range can
--- increase the loss or produce NaN.
+-- This file sets the learning rates of groups, and records the lists of groups that have schedules or loaded rates. It
+-- also checks groups and settings, because settings out of range can increase the loss or produce NaN.
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
 local types = require "ps.core.types"
@@ -193,8 +193,10 @@ end
 --- Raises an error if a script has added, removed or replaced a group, or has changed its optimizer.
 ---@param optimizer {groups: table[], made_with: {[1]: table, [2]: string}[]}
 ---@param kind string name of the optimizer, such as "AdamW"
-function groups.check_same(optimizer, kind)
-  local list, made = optimizer.groups, optimizer.made_with
+---@param list? table[] the script's list of groups (default: optimizer.groups)
+function groups.check_same(optimizer, kind, list)
+  local made = optimizer.made_with
+  list = list or optimizer.groups
   for number = 1, math.max(#list, #made) do
     local group, of = list[number], made[number]
     if not (of and rawequal(group, of[1])) then
@@ -257,18 +259,27 @@ local schedules = setmetatable({}, { __mode = "k" })
 
 --- Records that the rates have a schedule. A schedule may begin with a rate of 0.
 ---@param optimizer {groups?: table[]}
----@param changes? "beta1"|"betas" what the schedule changes in addition to the rates
+---@param changes? "beta1"|"betas" the settings that the schedule changes in addition to the rates
 function groups.scheduled(optimizer, changes)
   local list = optimizer.groups
   if not list then return end
   told_zero[list], schedules[list] = true, changes or schedules[list] or "rates"
+  for _, group in ipairs(list) do group.first_rate = nil end
 end
 
---- Records that an optimizer has the schedule of another one, whose place it takes.
+--- Records that an optimizer has the schedule of another one, whose place it takes. The schedule continues from the
+--- initial rates of the other one.
 ---@param optimizer {groups: table[]}
 ---@param old {groups: table[]}
 function groups.take_schedule(optimizer, old)
-  schedules[optimizer.groups] = schedules[optimizer.groups] or schedules[old.groups]
+  local changes, list = schedules[old.groups], optimizer.groups
+  if not changes then return end
+  told_zero[list], schedules[list] = true, schedules[list] or changes
+  for number, group in ipairs(list) do
+    local from = old.groups[number]
+    group.initial_lr, group.known_lr = from.initial_lr, from.known_lr
+  end
+  optimizer.given_lr, optimizer.base_lr = old.given_lr, old.base_lr
 end
 
 -- Records the rates that psluajit itself has set, so that assignments by a script can be detected.
@@ -303,7 +314,7 @@ function groups.record(optimizer)
   optimizer.made_with = made
 end
 
---- Makes the groups' current rates their initial rates.
+--- Makes the groups' current rates their initial rates, and records the groups.
 ---@param optimizer {groups: table[]}
 ---@param given? number the optimizer's own rate, or nil if it was created without a rate
 function groups.begin_rates(optimizer, given)
@@ -453,10 +464,13 @@ end
 --- Returns whether the rates of groups are those of a loaded state, and began with the rates of these groups.
 ---@param list table[]
 ---@return boolean
-function groups.was_loaded(list) return loaded[list] == true end
+function groups.was_loaded(list)
+  for _, group in ipairs(list) do if group.lr ~= group.known_lr then return false end end
+  return loaded[list] == true
+end
 
---- Returns what the schedules of an optimizer change: "rates", or also "beta1" (or momentum) or "betas". Returns nil if
---- the optimizer has no schedule.
+--- Returns "rates" if the schedules of an optimizer change only rates. Returns "beta1" if they also change beta1 or
+--- momentum, "betas" if they also change beta2, and nil if the optimizer has no schedule.
 ---@param list table[]
 ---@return "rates"|"beta1"|"betas"|nil
 function groups.changes(list) return schedules[list] end

@@ -27,9 +27,6 @@ function saved_groups.to_text(group, keys)
   return kept
 end
 
--- Maps a group without a schedule to the rate, as text, with which the run began whose state was loaded.
-local first_rates = setmetatable({}, { __mode = "k" })
-
 -- Returns the names of the fields that are saved and loaded: the settings, and the fields that scripts cannot set.
 local function saved_keys(group)
   local keys = groups.read_keys(group)
@@ -43,7 +40,8 @@ end
 ---@return table<string, string|boolean>
 function saved_groups.saved(group)
   local kept = saved_groups.to_text(group, saved_keys(group))
-  kept.initial_lr = first_rates[group] or text_of(group.initial_lr)
+  -- first_rate: the initial rate, as text, of the run whose state was loaded; nil if the group has a schedule
+  kept.initial_lr = group.first_rate or text_of(group.initial_lr)
   return kept
 end
 
@@ -127,8 +125,6 @@ function saved_groups.mismatch(list, saved, kind)
         return ("the saved optimizer is %s, but this one is %s%s"):format(tostring(name), group.kind,
           #list > 1 and (" (group %d)"):format(number) or "")
       end
-      local problem = groups.problem(saved_groups.with_saved(group, theirs))
-      if problem then return ("group %d of the saved optimizer: %s"):format(number, problem) end
     end
   end
 end
@@ -151,6 +147,17 @@ function saved_groups.to_load(list, values)
   return all
 end
 
+--- Describes the error in settings that are to be loaded. Returns nil if there is no error.
+---@param list table[]
+---@param saved table[] result of to_load
+---@return string?
+function saved_groups.problem(list, saved)
+  for number, group in ipairs(list) do
+    local problem = groups.problem(saved_groups.with_saved(group, saved[number]))
+    if problem then return ("group %d of the saved optimizer: %s"):format(number, problem) end
+  end
+end
+
 --- Loads settings that saved_groups.saved has converted.
 ---@param list table[]
 ---@param saved table[] saved settings of each group
@@ -160,7 +167,7 @@ function saved_groups.from_text(list, saved)
     for _, key in ipairs(saved_keys(group)) do
       if saved[number][key] ~= nil then group[key] = value_of(saved[number][key]) end
     end
-    first_rates[group] = not groups.changes(list) and saved[number].initial_lr or nil
+    group.first_rate = not groups.changes(list) and saved[number].initial_lr or nil
     same = same and saved[number].initial_lr == text_of(group.initial_lr)
   end
   groups.loaded(list, same)

@@ -354,8 +354,8 @@ end
 --- Returns PyTorch's OneCycleLR (Smith and Topin 2018), except that the rate keeps its last value after total_steps.
 --- The first rate is max_lr / div_factor. During the fraction pct_start of the steps, the rate rises to max_lr. Then
 --- the rate falls to the first rate divided by final_div_factor. With three_phase, the rate falls in two phases. In the
---- first of these phases, it falls to the first rate, in as many steps as it rose. With cycle_momentum, Adam's beta1 or
---- SGD's momentum moves in the opposite direction.
+--- first of these phases, it falls to the first rate, in as many steps as it rose. With cycle_momentum, beta1, or
+--- the momentum of groups without betas, moves in the opposite direction.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number|number[], total_steps?: integer, epochs?:
 --- integer, steps_per_epoch?: integer, pct_start?: number, anneal_strategy?: "cos"|"linear", cycle_momentum?: boolean,
 --- base_momentum?: number, max_momentum?: number, div_factor?: number, final_div_factor?: number, three_phase?:

@@ -42,7 +42,7 @@ local function has_rates(optimizer)
 end
 schedule.has_rates = has_rates
 
--- Sets a group's beta1, or SGD's momentum.
+-- Sets a group's beta1, or its momentum if it has no betas.
 local function set_momentum(group, value, beta2)
   if group.betas then group.betas = { value, beta2 or group.betas[2] } else group.momentum = value end
 end
@@ -202,9 +202,9 @@ end
 ---  that multiplies each group's rate
 ---@param how? string ALIKE, SHARE, OWN or HELD
 ---@param more? {beta1?: fun(count: integer): number, beta2?: number, total?: integer, follow?: ps.Follow, later?:
----  ps.Follow} beta1 and beta2: the values for Adam. For SGD, beta1 is the momentum. follow: is given for schedules
----  that can continue from changed rates. later: is given for schedules that differ if they are not the first of a
----  SequentialLR. It returns the rate, computed from the rate of the last step before the schedule began
+---  ps.Follow} beta1 and beta2: the values for groups with betas. For other groups, beta1 is the momentum. follow: is
+---  given for schedules that can continue from changed rates. later: is given for schedules that differ if they are not
+---  the first of a SequentialLR. It returns the rate, computed from the rate of the last step before the schedule began
 ---@return ps.Schedule
 function schedule.build(name, options, rate, how, more)
   more = more or {}

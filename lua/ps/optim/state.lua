@@ -113,7 +113,8 @@ function state.problem(values, kind, list)
   if type(values.steps) ~= "number" then
     return ("the saved optimizer's number of steps is %s, not a number"):format(tostring(values.steps))
   end
-  return saved_groups.mismatch(list, values.groups, kind)
+  return saved_groups.mismatch(list, values.groups, kind) or
+    saved_groups.problem(list, saved_groups.to_load(list, values))
 end
 
 -- Returns, for each group, its parameters in the order of the whole model. Each is {name, i}, where i is the index of
@@ -178,7 +179,7 @@ end
 -- Prints a note if saved settings replace other settings of this run.
 local function note_settings(opt, saved)
   local texts = saved_groups.differences(opt.groups, saved)
-  if not texts[1] or not optim_groups.prints(opt) then return end
+  if not texts[1] or not opt.engine.note or not optim_groups.prints(opt) then return end
   opt.engine:note(("the settings of the saved optimizer replace those of this run (%s); to change one, assign it to "
     .. "optimizer.param_groups[i] after loading"):format(table.concat(texts, "; ", 1, math.min(#texts, 4))
     .. (#texts > 4 and ("; and %d more"):format(#texts - 4) or "")))
@@ -370,7 +371,7 @@ local function load_torch(opt, saved)
   for number, values in ipairs(settings) do
     texts[number] = saved_groups.to_text(values, caller.sorted_names(values))
   end
-  if opt.engine.note then note_settings(opt, texts) end
+  note_settings(opt, texts)
   for number, group in ipairs(opt.groups) do
     for key, value in pairs(settings[number]) do group[key] = value end
   end

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Adafactor and LAMB, the optimizers that need sums over whole tensors. ref/update.c has the formulas and their
+ * Adafactor and LAMB, whose updates depend on sums over the whole tensor. ref/update.c has the formulas and their
  * sources. Sums are computed in double. Each row is summed from left to right, and the sums of the rows are added in
  * order. Hence the result does not depend on the number of threads. */
 #include <math.h>

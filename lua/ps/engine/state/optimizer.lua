@@ -68,6 +68,7 @@ end
 ---@param how ffi.cdata* ps_action_how
 ---@param factors? table<integer, number> by group from 1, the factor by which its gradients are multiplied (default 1)
 function Optimizer:settings_into(how, factors)
+  groups.check_same(self, self.kind)
   local n = #self.groups
   if not self.c_groups then self.c_groups = group_array(n) end
   for i, group in ipairs(self.groups) do

@@ -211,6 +211,7 @@ function plain.train_thawed(engine)
     end
   end
   inner.entries = entries
+  for i, own in ipairs(members) do inner.counts[i] = #own end
   local built, group_of = rows_of(engine.module, inner, made)
   for key, value in pairs(built) do engine.built[key] = value end
   engine.optimizer.group_of = group_of
