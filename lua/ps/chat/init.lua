@@ -384,7 +384,7 @@ local function wanted_of(roles, train_on, without)
 end
 
 -- Returns the field left_out of a rendered conversation.
-local function left_out(messages, given_tools, written)
+local function left_out(messages, tools, written)
   local out = { reasoning = {}, tool_calls = {} }
   local function has_items(v) return getmetatable(v) == values.List and #v > 0 end
   for i, message in ipairs(messages) do
@@ -396,7 +396,6 @@ local function left_out(messages, given_tools, written)
     if reasons and not written.reasoning[i] then table.insert(out.reasoning, i) end
     if has_items(values.get(message, "tool_calls")) and not written.calls[i] then table.insert(out.tool_calls, i) end
   end
-  local tools = given_tools ~= nil and value_of(given_tools, "tools")
   out.tools = has_items(tools) and not written.tools
   return out
 end
@@ -426,7 +425,8 @@ function Template:trained(messages, options, train_on)
   local given = roles_of(messages)
   check_roles(self, given)
   local without = unweighted(messages)
-  local rendered = render(self, variables_of(messages, options, true), true)
+  local variables = variables_of(messages, options, true)
+  local rendered = render(self, variables, true)
   local s = text.flat(rendered)
   local spans = mask.generated(rendered)
   if train_on == "all" then spans = { { 1, #s } }
@@ -452,7 +452,7 @@ function Template:trained(messages, options, train_on)
     if mark.data then written[mark.data] = true end
   end)
   return { text = s, spans = spans, message = parts, roles = roles,
-    left_out = left_out(messages, options.tools, written) }
+    left_out = left_out(messages, variables.tools, written) }
 end
 
 local compiled = setmetatable({}, { __mode = "v" })

@@ -116,13 +116,10 @@ local function parts_of(parts)
 end
 
 -- -- the saved state ------------------------------------------------------------------------------------------------
--- Returns the adapters of a model (ps.lora), or nil.
-local function adapters_of(model) return rawget(handle.module(model), "adapters_") end
-
 -- Returns the base model of a model with adapters (ps.lora). The frozen values of the base model are not saved. Returns
 -- nil if all values are saved.
 local function base_of(model)
-  local adapters = adapters_of(model)
+  local adapters = restore.adapters_of(model)
   return adapters and adapters:frozen_base()
 end
 
@@ -131,7 +128,7 @@ end
 local function gather(parts, step, base)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
-  local adapters = adapters_of(parts.model)
+  local adapters = restore.adapters_of(parts.model)
   if adapters then state.adapters = adapters:scales() end
   if base then state.base = { path = base.path, fingerprint = base.fingerprint }
   else state.source = restore.source_of(parts.model) end

@@ -305,13 +305,18 @@ local function own_rng(opened, group)
   return all[1]
 end
 
+--- Returns the adapters of a model (ps.lora), or nil.
+---@param model ps.nn.Module|ps.Engine
+---@return ps.lora.Adapters?
+function restore.adapters_of(model) return rawget(handle.module(model), "adapters_") end
+
 -- Returns a function that tells whether the base model's folder contains a value. Returns nil if the checkpoint
 -- contains all values. A checkpoint of a model with adapters (ps.lora) may contain only the trained values. The other
 -- values are in a folder, and the model must have been loaded from this folder.
 local function of_base(opened, model)
   local saved = opened.state.base
   if not saved then return nil end
-  local adapters = rawget(handle.module(model), "adapters_")
+  local adapters = restore.adapters_of(model)
   local has = adapters and adapters:frozen_base()
   if not has then
     error(("%s has only the trained values of a model whose other weights are those of %s; load that model and wrap it "
@@ -326,7 +331,7 @@ end
 
 local function check(opened, parts, with)
   local state = opened.state
-  local adapters = rawget(handle.module(parts.model), "adapters_")
+  local adapters = restore.adapters_of(parts.model)
   local different = adapters and state.adapters and adapters:difference(state.adapters)
   if different then
     error(("%s: %s: wrap the model (ps.lora.wrap) with the options of the saved run"):format(opened.path, different), 0)

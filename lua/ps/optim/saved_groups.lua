@@ -7,14 +7,17 @@ local optimizers = require "ps.optimizers"
 
 local saved_groups = {}
 
--- Returns a setting in a form that JSON stores without loss.
-local function text_of(value)
+--- Returns a setting in a form that JSON stores without loss: text for a number or a list of numbers.
+---@param value any
+---@return any
+function saved_groups.text_of(value)
   if type(value) == "number" then return ("%.17g"):format(value) end
   if type(value) ~= "table" then return value end
   local parts = {}
   for i, number in ipairs(value) do parts[i] = ("%.17g"):format(number) end
   return table.concat(parts, " ")
 end
+local text_of = saved_groups.text_of
 
 --- Converts settings to a form that JSON stores without loss. Numbers become text. A list of numbers, such as betas,
 --- becomes a text with blanks between the numbers.

@@ -4,6 +4,7 @@
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
 local optim_groups = require "ps.optim.groups"
+local saved_groups = require "ps.optim.saved_groups"
 local scope = require "ps.core.scope"
 local error = caller.error
 
@@ -155,13 +156,7 @@ end
 -- Options that are not compared with the options of a saved schedule. options_text converts all other options to text.
 local FIRST = { optimizer = true, last_batch_iteration = true, last_epoch = true }
 
-local function text_of(value)
-  if type(value) == "number" then return ("%.17g"):format(value) end
-  if type(value) ~= "table" then return tostring(value) end
-  local parts = {}
-  for i, part in ipairs(value) do parts[i] = text_of(part) end
-  return table.concat(parts, " ")
-end
+local function text_of(value) return tostring(saved_groups.text_of(value)) end
 
 local function options_text(options)
   local out = {}
@@ -181,14 +176,6 @@ local function check_configured(name, optimizer)
   error(("sched.%s: this engine's configuration already has the schedule %s, which the engine advances after each "
     .. "step: remove scheduler from the configuration, or create no other schedule for its optimizer"):format(name,
     configured.name))
-end
-
--- Returns "betas" if a schedule, or a chained one, changes beta1 and beta2. Returns "beta1" if it changes only beta1 or
--- momentum, and nil if it changes only rates.
-local function changes(self)
-  local found = self.beta1 and (self.beta2 and "betas" or "beta1") or nil
-  for _, part in ipairs(self.parts or {}) do found = found == "betas" and found or changes(part) or found end
-  return found
 end
 
 ---@alias ps.Follow fun(count: integer, lr: number, base: number, group: integer): number?
@@ -234,7 +221,7 @@ function schedule.build(name, options, rate, how, more)
     beta2 = beta2, count = last + 1, total = more.total, options = options_text(options), follow = more.follow,
     later = more.later, follows = {}, rates = {} }, Schedule)
   self.began = last >= 0 and self.count or nil
-  optim_groups.scheduled(options.optimizer, changes(self))
+  optim_groups.scheduled(options.optimizer, beta1 and (beta2 and "betas" or "beta1") or nil)
   start(self)
   return self
 end
@@ -381,7 +368,7 @@ function Schedule:load_state_dict(state)
   end
   if self.parts or state.name ~= self.name then self:continue_at(state.count)
   else
-    -- A schedule of the same kind continues from what it has measured, such as the best loss, and from changed rates.
+    -- A schedule of the same kind keeps the best loss and its counters, and the rates that a script has changed.
     for _, key in ipairs(self.kept or {}) do self[key] = tonumber(state[key]) or self[key] end
     self.count, self.follows = state.count, {}
     for _, number in ipairs(self.follow and state.follows or {}) do self.follows[number] = true end

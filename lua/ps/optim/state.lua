@@ -67,10 +67,10 @@ end
 local function set_averages(slot, source, prefix)
   for k, to in ipairs(slot.averages or {}) do
     local of = slot.states[k]
-    if source and not has(source, prefix .. of.name) then scope.no_grad(function() to:fill_(0) end)
-    elseif source and of.shape then sharded.read_plain(source, prefix .. of.name, to)
-    elseif source then sharded.read(source, prefix .. of.name, to, slot.param)
-    else scope.no_grad(function() to:fill_(0) end) end
+    local name = prefix .. of.name
+    if not source or not has(source, name) then scope.no_grad(function() to:fill_(0) end)
+    elseif of.shape then sharded.read_plain(source, name, to)
+    else sharded.read(source, name, to, slot.param) end
   end
 end
 

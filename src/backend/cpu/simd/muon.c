@@ -9,7 +9,7 @@
 #include "base/update.h"
 
 enum {
-    WIDTH = 64,                      /* number of columns of a symmetric product that are computed together; both
+    WIDTH = 64,                       /* number of columns of a symmetric product that are computed together; both
                                        * halves of the diagonal block of this size are computed */
     TILE = 32,
 };
@@ -65,7 +65,7 @@ SIMD void row_put(void *to, int64_t i, const float *row, int64_t n, int type)
     }
     for (int64_t c = 0; c < n; c++) ps_put_one(to, i + c, type, row[c]);
 }
-static void turn(float to[TILE][TILE], float from[TILE][TILE])
+static void transpose(float to[TILE][TILE], float from[TILE][TILE])
 {
     for (int i = 0; i < TILE; i++)
         for (int j = 0; j < TILE; j++) to[i][j] = from[j][i];
@@ -78,11 +78,11 @@ static void *at(const matrices *m, void *p, int64_t i) { return ps_at(p, i, m->t
  * m->x, `a` is symmetric, and the function computes a * a, which is the same. K is the number of columns of `a`. */
 static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
-    bool turned = a == m->x;
+    bool is_x = a == m->x;
     ps_gemm g = { .batch = 1 };
     g.a = (ps_mat){ at(m, a, i0 * K), m->type, rows, K, K, 1 };
-    g.b = turned ? (ps_mat){ at(m, a, j0 * K), m->type, K, cols, 1, K }
-                 : (ps_mat){ at(m, a, j0), m->type, K, cols, K, 1 };
+    g.b = is_x ? (ps_mat){ at(m, a, j0 * K), m->type, K, cols, 1, K }
+               : (ps_mat){ at(m, a, j0), m->type, K, cols, K, 1 };
     g.dst = (ps_mat){ dst + i0 * m->R + j0, PS_F32, rows, cols, m->R, 1 };
     return ps_cpu_gemm_run(&m->space, &g);
 }
@@ -99,7 +99,7 @@ static int lower(matrices *m, float *dst, void *a, int64_t K)
 SIMD void mirror_tile(const matrices *m, void *dst, const float *sum, float alpha, const void *add, float beta,
                       float diagonal, int64_t i0, int64_t j0, int type)
 {
-    float tile[TILE][TILE], turned[TILE][TILE], row[TILE];
+    float tile[TILE][TILE], transposed[TILE][TILE], row[TILE];
     int64_t R = m->R, rows = upto_tile(R - i0), cols = upto_tile(R - j0);
     if (rows < TILE) memset(tile, 0, sizeof tile);
     for (int64_t i = 0; i < rows; i++) {
@@ -118,8 +118,8 @@ SIMD void mirror_tile(const matrices *m, void *dst, const float *sum, float alph
     }
     for (int64_t i = 0; i < rows; i++) row_put(dst, (i0 + i) * R + j0, tile[i], cols, type);
     if (i0 == j0) return;
-    turn(turned, tile);
-    for (int64_t j = 0; j < cols; j++) row_put(dst, (j0 + j) * R + i0, turned[j], rows, type);
+    transpose(transposed, tile);
+    for (int64_t j = 0; j < cols; j++) row_put(dst, (j0 + j) * R + i0, transposed[j], rows, type);
 }
 /* Computes the symmetric matrix dst [R, R] = alpha * sum + beta * add + diagonal * I. Reads only the lower half of
  * `sum`. dst may be the same matrix as `sum`. */
@@ -193,7 +193,7 @@ SIMD void begin_rows(const ps_attrs_muon_ *a, const matrix *p, float *u, double 
                      int grad_type)
 {
     float take = (float)(1 - a->momentum), momentum = (float)a->momentum, scale = (float)a->grad_scale;
-    float *buf = p->it.state[0], tile[TILE][TILE], turned[TILE][TILE], grad[TILE];
+    float *buf = p->it.state[0], tile[TILE][TILE], transposed[TILE][TILE], grad[TILE];
     double sums[TILE][TILE] = { { 0 } };                         /* for each row, a sum for each column of the tiles */
     if (n < TILE) memset(tile, 0, sizeof tile);
     for (int64_t c0 = 0; c0 < p->cols; c0 += TILE) {
@@ -214,8 +214,8 @@ SIMD void begin_rows(const ps_attrs_muon_ *a, const matrix *p, float *u, double 
             if (!p->turned) row_put(u, i, x, width, PS_F32);
         }
         if (!p->turned) continue;
-        turn(turned, tile);
-        for (int64_t c = 0; c < width; c++) row_put(u, (c0 + c) * p->rows + first, turned[c], n, PS_F32);
+        transpose(transposed, tile);
+        for (int64_t c = 0; c < width; c++) row_put(u, (c0 + c) * p->rows + first, transposed[c], n, PS_F32);
     }
     for (int64_t k = 0; k < n; k++) {
         double sum = 0;
@@ -252,14 +252,14 @@ SIMD void step_row(const struct item *it, int64_t i, const float *x, int64_t wid
 SIMD void end_rows(const matrices *m, const matrix *p, float keep, float rate, int64_t first, int64_t n, int form,
                    int type)
 {
-    float tile[TILE][TILE], turned[TILE][TILE];
+    float tile[TILE][TILE], transposed[TILE][TILE];
     for (int64_t c0 = 0; c0 < p->cols; c0 += TILE) {
         int64_t width = upto_tile(p->cols - c0);
         for (int64_t c = 0; p->turned && c < TILE; c++) {
-            if (c < width) row_get(turned[c], m->x, (c0 + c) * p->rows + first, n, type);
-            else memset(turned[c], 0, sizeof turned[c]);
+            if (c < width) row_get(transposed[c], m->x, (c0 + c) * p->rows + first, n, type);
+            else memset(transposed[c], 0, sizeof transposed[c]);
         }
-        if (p->turned) turn(tile, turned);
+        if (p->turned) transpose(tile, transposed);
         for (int64_t k = 0; k < n; k++) {
             int64_t i = (first + k) * p->cols + c0;
             if (!p->turned) row_get(tile[k], m->x, i, width, type);
