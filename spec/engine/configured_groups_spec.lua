@@ -24,6 +24,14 @@ local function open(optimizer, more)
   return ps.initialize(given)
 end
 
+-- Returns the path of a folder that exists while the tests of the present `describe` run.
+local function new_folder()
+  local folder = os.tmpname() .. "d"
+  setup(function() os.execute("mkdir -p " .. folder) end)
+  teardown(function() os.execute("rm -rf " .. folder) end)
+  return folder
+end
+
 local function step(model, opt, seed)
   ps.manual_seed(seed)
   model:backward(model(ps.randn { 4, 6 }):pow(2):mean())
@@ -165,9 +173,7 @@ describe("a configured schedule", function()
       table.concat(notes), 1, true)
   end)
 
-  local folder = os.tmpname() .. "d"
-  setup(function() os.execute("mkdir -p " .. folder) end)
-  teardown(function() os.execute("rm -rf " .. folder) end)
+  local folder = new_folder()
 
   it("begins at the step of a checkpoint that has no schedule, and says so", function()
     local path = folder .. "/without"
@@ -422,9 +428,7 @@ end)
 
 describe("settings of a checkpoint", function()
   after_each(close)
-  local folder = os.tmpname() .. "d"
-  setup(function() os.execute("mkdir -p " .. folder) end)
-  teardown(function() os.execute("rm -rf " .. folder) end)
+  local folder = new_folder()
 
   local function saved(params, scheduler)
     local path = folder .. "/run"
@@ -524,8 +528,7 @@ end)
 
 describe("a momentum of 0", function()
   after_each(close)
-  local path = os.tmpname() .. "d"
-  teardown(function() os.execute("rm -rf " .. path) end)
+  local path = new_folder() .. "/run"
 
   it("in a checkpoint continues without the buffer, and with it if it is there", function()
     for _, memory in ipairs { "chunk", "plain" } do
