@@ -158,6 +158,15 @@ int64_t ps_memory_available(ps_ctx *ctx, int device)
     return device_ok(ctx, device) ? ctx->devices[device]->bytes_available(ctx->devices[device]) : -1;
 }
 
+int64_t ps_memory_held(ps_ctx *ctx, int device)
+{
+    ps_memory_info info;
+    if (!device_ok(ctx, device) || ps_memory_get(ctx, device, &info) < 0) return -1;
+    ps_backend *be = ctx->devices[device];
+    if (be->pretends) return 0;                      /* its bytes_available never changes */
+    return be->is_host ? ps_host_bytes_held(info.reserved) : info.reserved;
+}
+
 ps_rng *ps_rng_get(ps_ctx *ctx) { return &ctx->rng; }
 
 /* Writes the indices of the nonzero elements of a block to `rows`, and returns their number. `rows` must have space

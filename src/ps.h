@@ -159,6 +159,10 @@ typedef struct ps_holder {
 int ps_memory_holders(ps_ctx *ctx, int device, int when, ps_holder *out, int64_t *used);
 int64_t ps_memory_available(ps_ctx *ctx, int device);     /* returns the number of bytes that can still be allocated,
                                                            * or -1 if there is no such device */
+/* Returns the number of bytes that this process has taken from what ps_memory_available counts: the regions of tensors
+ * and chunks on the device. A region of host memory counts only the bytes that were written at least once, because the
+ * system provides memory when a byte is written. Returns -1 if there is no such device. */
+int64_t ps_memory_held(ps_ctx *ctx, int device);
 /* Returns whether Lua should collect garbage. If a script no longer refers to a tensor, and no scope drops the
  * tensor, only Lua's collector frees the tensor's bytes. A collection is due when the total size of tensors outside
  * chunks has grown by a quarter since the last collection. After this function has returned true, it returns false

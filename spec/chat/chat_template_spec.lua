@@ -361,6 +361,11 @@ describe("the trained parts of a conversation", function()
       assert.is_true(out_of(source, tools).tools)
       assert.is_false(out_of("{{ tools|tojson }}" .. source, tools).tools)
     end
+    table.insert(messages[2].tool_calls, { type = "function", ["function"] = { name = "sub", arguments = {} } })
+    local first = "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
+    assert.same({ 2 }, out_of(each .. first .. done, tools).tool_calls)
+    assert.same({}, out_of(each .. "{% if m.tool_calls %}{{ m.tool_calls|tojson }}{% endif %}" .. done,
+      tools).tool_calls)
   end)
 
   it("that need a field which is null name it", function()

@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The engine is exact: cases drawn by seed, each trained over plain memory once and then over chunks under settings
 -- drawn for it, with the same losses, norms, texts, parameters and optimizer state, bit for bit. A failure prints case
--- and setting; PS_CHUNKS_SEED=n runs that one alone.
+-- and setting; PS_CHUNKS_SEED=n runs that one alone. PS_CHUNKS_CASES=n runs the seeds 1 to n (default: 48).
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 local check_lib = require "spec.check_lib"
 local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
 
-local CASES = check_lib.lower_set and 32 or 96
+local CASES = tonumber(os.getenv("PS_CHUNKS_CASES") or "") or check_lib.lower_set and 16 or 48
 local PER_CASE = 3
 -- Several micro-batches per step in budgets that they barely fit: {seed, settings}. These planned steps used to fail
 -- halfway.

@@ -511,7 +511,7 @@ describe("tools/data.lua", function()
       .. '"function", "function": {"name": "add"}}]}\n{"messages": [{"role": "user", "content": "x"}, {"role": '
       .. '"assistant", "content": ""}]}\n')
     out = run(("show %s %s"):format(model, path))
-    assert.truthy(out:find("the template leaves out the tool calls of message 2", 1, true), out)
+    assert.truthy(out:find("the template leaves out tool calls of message 2", 1, true), out)
     assert.truthy(out:find("the template leaves out the tools", 1, true), out)
     out = run(("show %s %s --row 2"):format(model, path))
     assert.truthy(out:find("message 2 is an empty answer, which the model learns to give", 1, true), out)
@@ -521,7 +521,7 @@ describe("tools/data.lua", function()
     assert.truthy(out:find("1 rows have an empty answer, which the model learns to give; the first is row 2", 1, true),
       out)
     local rows = ps.data.table(path)
-    assert.matches("leaves out the tool calls of message 2 and the tools of row 1", require("ps.data.left_out").note(
+    assert.matches("leaves out tool calls of message 2 and the tools of row 1", require("ps.data.left_out").note(
       ps.tokenizer.from_pretrained(model), rows, ps.data.format(rows)), 1, true)
     out, code = run(("show %s %s"):format(model, file("d.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n')))
     assert.truthy(code ~= 0 and out:find("no token is trained", 1, true), out)

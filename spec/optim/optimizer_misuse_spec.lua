@@ -100,10 +100,12 @@ describe("the groups of an optimizer", function()
   end)
   it("of schedule-free AdamW keep their counters", function()
     local optimizer = optim.AdamWScheduleFree(nn.Linear(2, 2))
-    for key, wrong in pairs { k = "x", weight_sum = 0 / 0 } do
+    for _, case in ipairs { { "k", "x" }, { "k", 1.5 }, { "k", -1 }, { "k", math.huge }, { "weight_sum", 0 / 0 },
+      { "weight_sum", -1 }, { "lr_max", math.huge }, { "lr_max", -2 }, { "scheduled_lr", -1 } } do
+      local key, wrong = case[1], case[2]
       local old = optimizer.groups[1][key]
       optimizer.groups[1][key] = wrong
-      fails(function() optimizer:step() end, "AdamWScheduleFree, group 1: " .. key .. " is")
+      fails(function() optimizer:step() end, "AdamWScheduleFree, group 1: " .. key .. " ")
       optimizer.groups[1][key] = old
     end
   end)

@@ -273,6 +273,33 @@ describe("a schedule", function()
     end
   end)
 
+  it("that multiplies rates calls its function once per step and group", function()
+    local calls = 0
+    local function factor()
+      calls = calls + 1
+      return 0.99
+    end
+    for _, make in ipairs {
+      function(o) return sched.MultiplicativeLR(o, factor) end,
+      function(o)
+        return sched.SequentialLR(o, { sched.ConstantLR(o, 1, 0), sched.MultiplicativeLR(o, factor) }, { 1 })
+      end,
+    } do
+      local o = optim.SGD(nn.Linear(2, 2), { lr = 1 })
+      local s = make(o)
+      calls = 0
+      for _ = 1, 200 do s:step() end
+      assert(calls >= 200 and calls <= 202, calls)
+      local lr = 1
+      for _ = 1, 200 do lr = lr * 0.99 end
+      assert.equal(lr, o.groups[1].lr)
+      s:continue_at(3)
+      assert.equal(0.99 * 0.99 * 0.99, o.groups[1].lr)
+      s:continue_at(4)
+      assert.equal(0.99 * 0.99 * 0.99 * 0.99, o.groups[1].lr)
+    end
+  end)
+
   it("of Hugging Face is found by its name", function()
     for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial" } do
       local a = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })

@@ -388,6 +388,7 @@ if t:tolist()[2] == 4 then error "as written" end]], "bad.lua:3: as written")
   it("names the line of a script that fails, has no step, or exits", function()
     refused("local x = nil\nprint(x.y)", "bad.lua:2: attempt to index")
     refused("local = 3", "bad.lua:1:")
+    refused("local ps = require 'ps'\nerror { code = 3 }", "bad.lua:2: the error is a table, not a string: { code")
     refused([[
 local ps = require "ps"
 local Net = ps.nn.class "Net"

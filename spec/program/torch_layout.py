@@ -2,7 +2,7 @@
 """Trains a model of examples/*.lua in PyTorch from the weights and batches in a file (--trace). Prints the losses of
 its steps, and with a second file writes the weights after the last step. As in examples/layout.lua, a step's batch is
 split into two micro-batches, whose mean loss is trained. With "sgd" the learning rate is 1024, so that the change of
-a weight in one step is its gradient times 1024.
+a weight in one step is its gradient times 1024. The arguments are TRACE KIND [OUT], and again after each "then".
 """
 import sys
 
@@ -12,10 +12,8 @@ from safetensors.torch import load_file, save_file
 CUTS = 2
 
 
-def run(model, lr):
-    """model(**batch) returns the loss for a micro-batch of named tensors."""
-    trace = load_file(sys.argv[1])
-    kind, out = sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None
+def train(model, lr, trace, kind, out=None):
+    trace = load_file(trace)
     model.load_state_dict({name: t for name, t in trace.items() if not name[0].isdigit()})
     if kind == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=1024)
@@ -38,3 +36,9 @@ def run(model, lr):
         step += 1
     if out:
         save_file({name: t.contiguous() for name, t in model.state_dict().items()}, out)
+
+
+def run(model, lr):
+    """model(**batch) returns the loss for a micro-batch of named tensors."""
+    for args in " ".join(sys.argv[1:]).split(" then "):
+        train(model, lr, *args.split())

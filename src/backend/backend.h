@@ -170,6 +170,10 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
 void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes);
 int64_t ps_host_region_move(ps_backend *be, void *to, void *from, size_t nbytes);
 int64_t ps_host_bytes_available(ps_backend *be);
+/* Returns the number of bytes of this process's regions, of `reserved` bytes in total, that ps_host_bytes_available no
+ * longer counts. These are the bytes that have memory. If the limit of the address space is the strictest, they are all
+ * bytes. */
+int64_t ps_host_bytes_held(int64_t reserved);
 /* Returns a phrase that names the limit of host memory that would be reached first, such as "of its address space
  * (ulimit -v)". */
 const char *ps_host_limited_by(void);

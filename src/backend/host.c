@@ -186,6 +186,8 @@ static int64_t address_room(void)
     return (int64_t)limit.rlim_cur > used ? (int64_t)limit.rlim_cur - used : 0;
 }
 
+static const char of_addresses[] = "of its address space (ulimit -v)";
+
 /* Returns the number of bytes that the strictest limit still allows. Sets *by to a phrase that names this limit. */
 static int64_t host_left(const char **by)
 {
@@ -198,7 +200,7 @@ static int64_t host_left(const char **by)
     }
     int64_t groups = cgroups_room(), addresses = address_room();
     if (groups < least) least = groups, *by = "in its control group (cgroup)";
-    if (addresses < least) least = addresses, *by = "of its address space (ulimit -v)";
+    if (addresses < least) least = addresses, *by = of_addresses;
     return least;
 }
 
@@ -206,6 +208,23 @@ int64_t ps_host_bytes_available(ps_backend *be)
 {
     const char *by;
     return host_left(&by);
+}
+
+/* Reads the anonymous memory of this process from a line such as "RssAnon:      1234 kB". */
+static int64_t resident_nbytes(void)
+{
+    char text[4096];
+    int64_t kib = read_text("/proc/self/status", text, sizeof text) ? line_value(text, "RssAnon:", -1) : -1;
+    return kib >= 0 ? kib * 1024 : INT64_MAX;
+}
+
+int64_t ps_host_bytes_held(int64_t reserved)
+{
+    const char *by;
+    host_left(&by);
+    if (by == of_addresses) return reserved;
+    int64_t resident = resident_nbytes();
+    return resident < reserved ? resident : reserved;
 }
 
 const char *ps_host_limited_by(void)

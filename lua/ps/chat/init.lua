@@ -73,6 +73,14 @@ local function marked(v, mark)
   return v
 end
 
+-- Returns a copy of a list of tool calls in which all strings have the given mark and the number of their call.
+local function marked_calls(v, mark)
+  if getmetatable(v) ~= values.List then return marked(v, mark) end
+  local list = {}
+  for i, call in ipairs(v) do list[i] = marked(call, text.mark(mark, "call", i)) end
+  return values.list(list)
+end
+
 -- Raises an error if `messages` is not a list of objects.
 local function check_messages(messages)
   if getmetatable(messages) ~= values.List then error "messages: it must be a list of messages" end
@@ -102,8 +110,8 @@ local function messages_of(messages, track)
       if track and name == "role" then
         v = marked(v, { role = text.is(v) and ROLES[text.flat(v)] and "known" or "unknown" })
       elseif track then
-        local mark = { message = i, reasoning = REASONS[name], calls = name == "tool_calls" }
-        key, v = marked(key, mark), marked(v, mark)
+        local mark = { message = i, reasoning = REASONS[name] }
+        key, v = marked(key, mark), name == "tool_calls" and marked_calls(v, mark) or marked(v, mark)
       end
       values.set(dict, key, v)
     end
@@ -394,7 +402,14 @@ local function left_out(messages, tools, written)
       reasons = reasons or v and v ~= values.NONE and text.flat(values.str(v)):find "%S" ~= nil
     end
     if reasons and not written.reasoning[i] then table.insert(out.reasoning, i) end
-    if has_items(values.get(message, "tool_calls")) and not written.calls[i] then table.insert(out.tool_calls, i) end
+    local calls = values.get(message, "tool_calls")
+    local seen = written.calls[i] or {}
+    for call = 1, has_items(calls) and #calls or 0 do
+      if not seen[call] then
+        table.insert(out.tool_calls, i)
+        break
+      end
+    end
   end
   out.tools = has_items(tools) and not written.tools
   return out
@@ -408,7 +423,7 @@ end
 ---@field roles {[1]: integer, [2]: integer, known: boolean}[] first and last byte of each role; known is true if the
 --- role is in ROLES
 ---@field left_out {reasoning: integer[], tool_calls: integer[], tools: boolean} the parts that are not in the text:
---- the reasoning of these messages, the tool calls of these messages, and the tools
+--- the reasoning of these messages, some or all tool calls of these messages, and the tools
 
 --- Renders a conversation. Returns the text, and the ranges of bytes that the model has to produce. In each turn of the
 --- assistant, the model has to produce all bytes after the header, up to and including the token that ends the turn:
@@ -448,7 +463,10 @@ function Template:trained(messages, options, train_on)
     if mark.message or mark.data then parts[#parts + 1] = { first, last } end
     if mark.role then roles[#roles + 1] = { first, last, known = mark.role == "known" } end
     if mark.reasoning then written.reasoning[mark.message] = true end
-    if mark.calls then written.calls[mark.message] = true end
+    if mark.call then
+      written.calls[mark.message] = written.calls[mark.message] or {}
+      written.calls[mark.message][mark.call] = true
+    end
     if mark.data then written[mark.data] = true end
   end)
   return { text = s, spans = spans, message = parts, roles = roles,

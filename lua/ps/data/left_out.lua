@@ -15,7 +15,7 @@ local ROWS, RENDERED = 1000, 50
 function left_out.texts(out)
   local list = {}
   if out.reasoning[1] then list[1] = "the reasoning of message " .. table.concat(out.reasoning, ", ") end
-  if out.tool_calls[1] then list[#list + 1] = "the tool calls of message " .. table.concat(out.tool_calls, ", ") end
+  if out.tool_calls[1] then list[#list + 1] = "tool calls of message " .. table.concat(out.tool_calls, ", ") end
   if out.tools then list[#list + 1] = "the tools" end
   return list
 end

@@ -174,18 +174,12 @@ local function disk_free(path)
   return stat and stat.f_bavail * stat.f_frsize or nil
 end
 
-local held_out = ffi.new("ps_memory_info")
-
 -- Returns two numbers of bytes, one for the host and one for the device. Ratios and shares in the configuration are
 -- relative to these numbers. Each number is the sum of the free bytes and of the bytes that this process holds, because
--- budgets include both.
+-- budgets include both. Collecting garbage first would not change a sum: the regions hold the memory of garbage, too.
 local function available(device)
   local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- number of ranks on this machine
-  local function held(name)
-    native.check(C.ps_memory_get(native.ctx, native.device_index(name), held_out))
-    return tonumber(held_out.reserved)
-  end
-  scope.collect()
+  local function held(name) return tonumber(C.ps_memory_held(native.ctx, native.device_index(name))) end
   local there = { host = devices.available("cpu") / sharing + held "cpu" }
   if device ~= "cpu" then there.device = devices.available(device) + held(device) end
   return there

@@ -93,8 +93,7 @@ function groups.problem(group)
   local made = optimizers.of_group(group)
   for _, fields in ipairs { made.defaults, made.counters } do
     for key, value in pairs(fields) do
-      local nan = fields == made.counters and group[key] ~= group[key]    -- settings have ranges
-      if type(group[key]) ~= type(value) or nan then
+      if type(group[key]) ~= type(value) then
         return ("%s is %s, not a %s"):format(key, check.show(group[key]), type(value))
       end
     end

@@ -54,6 +54,20 @@ function torch.LambdaLR(options, ...)
   return per_group("LambdaLR", options, function(count, base, group) return base * factor(count, group) end)
 end
 
+-- Returns a function that multiplies a rate by the factors of the steps `first`, `first` + 1, ..., `count`. If it has
+-- multiplied the same rate for an earlier step, it continues from there: a run of n steps computes n factors.
+local function product(factor, first)
+  local last = {}                   -- last[group]: the last result
+  return function(count, base, group)
+    local from = last[group]
+    if not from or from.base ~= base or from.count > count then from = { count = first - 1, lr = base } end
+    local lr = from.lr
+    for at = from.count + 1, count do lr = lr * factor(at, group) end
+    last[group] = { base = base, count = count, lr = lr }
+    return lr
+  end
+end
+
 --- Returns PyTorch's MultiplicativeLR, which multiplies each group's rate by a function of the step at each step, from
 --- step 1 on. If the schedule is not the first schedule of a SequentialLR, it continues from the rate of the previous
 --- schedule, and also multiplies this rate by the function's value for step 0.
@@ -64,14 +78,10 @@ end
 function torch.MultiplicativeLR(options, ...)
   options = checked("MultiplicativeLR", LAMBDA, "lr_lambda", options, ...)
   local factor = factor_of("MultiplicativeLR", options)
-  return per_group("MultiplicativeLR", options, function(count, base, group)
-    for at = 1, count do base = base * factor(at, group) end
-    return base
-  end, { follow = function(count, lr, _, group) return count == 0 and lr or lr * factor(count, group) end,
-    later = function(count, lr, _, group)
-      for at = 0, count do lr = lr * factor(at, group) end
-      return lr
-    end })
+  local later = product(factor, 0)
+  return per_group("MultiplicativeLR", options, product(factor, 1), {
+    follow = function(count, lr, _, group) return count == 0 and lr or lr * factor(count, group) end,
+    later = function(count, lr, _, group) return later(count, lr, group) end })
 end
 
 local STEP = { optimizer = "table", step_size = "whole", gamma = "number", last_epoch = "number" }

@@ -19,12 +19,13 @@ local dtypes = require "ps.core.dtype"
 ---@field defaults table<string, any> default settings in ps.optim, which are the same as in PyTorch
 ---@field fixed? table<string, any> fields that every group has and scripts cannot set
 ---@field counters? table<string, any> fields that every group has and steps change, with their first values; they are
---- saved
+--- saved. Numbers have ranges
 ---@field stepped? fun(group: table) with `counters`: is called after each step that was not skipped
 ---@field average? {state: string, to: fun(group: table): number, from: fun(group: table): number} is set if evaluation
 --- uses other values than training. The parameters move toward a state by the fraction to(group), and back by
 --- from(group). The counter train_mode says which values the parameters hold
----@field ranges? table<string, ps.config.Type> ranges of settings that types.OPTIMIZER does not contain
+---@field ranges? table<string, ps.config.Type> ranges of counters, and of settings that types.OPTIMIZER does not
+--- contain
 ---@field states ps.optimizers.State[] the states, in the order of the op's inputs
 ---@field takes? integer number of state tensors that the op needs for each parameter (default: the number of states)
 ---@field needed? fun(group: table): integer returns the number of states that an update with these settings needs

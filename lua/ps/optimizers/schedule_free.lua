@@ -26,8 +26,9 @@ return { AdamWScheduleFree = {
   defaults = { lr = 2.5e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0, warmup_steps = 0, r = 0,
     weight_lr_power = 2 },
   counters = { k = 0, weight_sum = 0, lr_max = -1, scheduled_lr = 0, train_mode = true },
-  ranges = { warmup_steps = types.integer(0, 2 ^ 53), r = types.number(0, 1e3),
-    weight_lr_power = types.number(0, 1e3) },
+  ranges = { warmup_steps = types.integer(0, 2 ^ 53), r = types.number(0, 1e3), weight_lr_power = types.number(0, 1e3),
+    k = types.integer(0, types.MOST), weight_sum = types.number(0), lr_max = types.number(-1),
+    scheduled_lr = types.number(0) },
   problem = function(group)
     if group.betas[1] == 0 then
       return "betas[1] is 0, but the average x is computed by dividing by it; use a number above 0"

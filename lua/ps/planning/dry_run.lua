@@ -251,7 +251,9 @@ end
 -- Converts an error of the script to a table. The message in the table contains the line of the script.
 local function explained(problem)
   local caller = require "ps.core.caller"
-  local text = caller.at(tostring(problem))
+  require "ps.tensor.pretty"                 -- caller.described shows values with it
+  local has_text = type(problem) == "string" or (debug.getmetatable(problem) or {}).__tostring ~= nil
+  local text = caller.at(has_text and tostring(problem) or caller.described(problem))
   local place = caller.place(problem)
   -- A long traceback lacks its middle, which may have all frames of the script.
   if place and place:find("/tools/plan.lua:", 1, true) then place = nil end
