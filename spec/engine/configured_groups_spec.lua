@@ -85,6 +85,30 @@ describe("the optimizer of a group", function()
 end)
 
 describe("settings of Muon", function()
+  local function settings(params, more)
+    local model, opt = open({ type = "Muon", params = params }, more)
+    local list = {}
+    for i, group in ipairs(opt.groups) do
+      list[i] = { group.kind, group.lr, group.weight_decay, group.eps, group.betas and group.betas[1] }
+    end
+    model:close()
+    return list
+  end
+
+  -- DeepSpeed gives its groups with Adam lr, betas, eps and weight_decay of the configuration, and adam_lr as lr.
+  it("are also those of its groups with AdamW, as in DeepSpeed", function()
+    assert.same({ { "Muon", 0.01, 0.05, 1e-6 }, { "AdamW", 0.01, 0.05, 1e-6, 0.8 } },
+      settings { lr = 0.01, weight_decay = 0.05, eps = 1e-6, betas = { 0.8, 0.9 } })
+    assert.same({ { "Muon", 0.02, 0, 1e-7 }, { "AdamW", 0.003, 0, 1e-8, 0.9 } },
+      settings { muon_lr = 0.02, adam_lr = 0.003 })
+    local groups = { { match = function(_, p) return p:dim() == 2 end }, { optimizer = "AdamW", weight_decay = 0.3 } }
+    assert.same({ { "Muon", 0.01, 0.05, 1e-7 }, { "AdamW", 0.01, 0.3, 1e-8, 0.8 } },
+      settings({ lr = 0.01, weight_decay = 0.05, betas = { 0.8, 0.9 } }, { param_groups = groups }))
+    groups[2] = { optimizer = "Lion" }
+    assert.same({ { "Muon", 0.01, 0.05, 1e-7 }, { "Lion", 0.01, 0, nil, 0.9 } },
+      settings({ lr = 0.01, weight_decay = 0.05, betas = { 0.8, 0.9 } }, { param_groups = groups }))
+  end)
+
   it("have three coefficients that are finite numbers", function()
     for _, wrong in ipairs { { 1, 2 }, { 1, 2, 3, 4 }, { 1, 2, "3" }, { 1, 0 / 0, 3 }, {} } do
       fails(function() config.read { optimizer = { type = "Muon", params = { ns_coefficients = wrong } } } end,

@@ -76,6 +76,7 @@ local config = {}
 ---@field type "Adam"|"AdamW"|"SGD"
 ---@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean, momentum?:
 ---  number, dampening?: number, nesterov?: boolean} momentum, dampening and nesterov are settings of SGD
+---@field rest? table<string, any> in Muon: settings of the groups with AdamW
 ---@field first_momentum? number set if a schedule changes beta1 and momentum: the first momentum of groups without
 --- betas
 
@@ -138,6 +139,7 @@ local OF_ADAM = { adam_w_mode = true, torch_adam = true }          -- keys that 
 local function refuse_others(state, made)
   local own, owners = {}, {}
   for _, key in ipairs(made.settings) do own[key] = true end
+  for _, key in ipairs(made.rest and optimizers.of(made.rest).settings or {}) do own[key] = true end
   for _, name in ipairs(optimizers.names) do
     for _, key in ipairs(optimizers.of(name).settings) do
       if not own[key] then owners[key] = (owners[key] and owners[key] .. ", " or "") .. name end
@@ -164,6 +166,16 @@ local function fill_settings(state, made, params)
   end
 end
 
+-- Returns the settings of the groups with the optimizer `rest`. As in DeepSpeed, they have the configuration's weight
+-- decay, and its betas and eps if these are given.
+local function settings_of_rest(state, made, params)
+  local settings = { weight_decay = params.weight_decay }
+  for _, key in ipairs { "betas", "eps" } do
+    if state.given["optimizer.params." .. key] then settings[key] = params[key] end
+  end
+  return made.rest and settings or nil
+end
+
 -- Determines the kind of Adam from `type` and `adam_w_mode`.
 local function resolve_optimizer(state, cfg)
   local optimizer = cfg.optimizer
@@ -173,6 +185,7 @@ local function resolve_optimizer(state, cfg)
   local made = optimizers.of(optimizers.find(optimizer.type))
   refuse_others(state, made)
   optimizer.type = made.name
+  optimizer.rest = settings_of_rest(state, made, params)
   fill_settings(state, made, params)
   if made.op ~= optimizers.of("Adam").op then return end
   local is_w = made.name == "AdamW"

@@ -175,12 +175,12 @@ local sections = {
     { "lr", T.fp32, 1e-3, H, "learning rate. Here the default is the same for all types; ps.optim has other defaults "
       .. "for some (" .. other_defaults("lr", 1e-3) .. ")" },
     { "betas", T.betas, { 0.9, 0.999 }, H, "decay of the averages in Adam, LAMB and Lion (default "
-      .. other_defaults("betas", { 0.9, 0.999 }) .. ")" },
+      .. other_defaults("betas", { 0.9, 0.999 }) .. "); with type Muon, of its groups with AdamW" },
     { "eps", T.fp32, 1e-8, H, "addend to the root in Adam, LAMB and RMSprop, and smallest norm in Muon (default "
-      .. other_defaults("eps", 1e-8) .. ")" },
-    { "weight_decay", T.fp32, 0, H, "weight decay (see type); SGD adds it to the gradient. Here the default is the "
-      .. "same for all types; ps.optim has other defaults for some (" .. other_defaults("weight_decay", 0)
-      .. ")" },
+      .. other_defaults("eps", 1e-8) .. "); with type Muon, also the addend of its groups with AdamW" },
+    { "weight_decay", T.fp32, 0, H, "weight decay (see type), with type Muon also of its groups with AdamW; SGD "
+      .. "adds it to the gradient. Here the default is the same for all types; ps.optim, and groups of param_groups "
+      .. "with another optimizer, have other defaults for some (" .. other_defaults("weight_decay", 0) .. ")" },
     { "momentum", T.fp32, nil, H, "momentum of SGD and RMSprop (default 0, which needs no state) and of Muon (default "
       .. "0.95)" },
     { "alpha", T.ratio, nil, H, "decay of the average of squares in RMSprop (default 0.99)" },

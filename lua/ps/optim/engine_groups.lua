@@ -8,18 +8,20 @@ local error = require("ps.core.caller").error
 local engine_groups = {}
 
 --- Returns the groups that a configuration defines. The groups have the settings of the configuration's optimizer,
---- except for the settings that the script's param_groups change.
----@param optimizer {type: string, params: table} the configuration's section "optimizer"
+--- except for the settings that the script's param_groups change. Groups with another optimizer have its defaults, and
+--- the configuration's rate. With type "Muon", groups with AdamW have the configuration's other settings of AdamW, too.
+---@param optimizer ps.config.Optimizer
 ---@param param_groups? table[] nil for one group
 ---@return table[] groups
 function engine_groups.configured(optimizer, param_groups)
-  local params, list = optimizer.params, {}
+  local params, rest, list = optimizer.params, optimizers.of(optimizer.type).rest, {}
   for number, given in ipairs(param_groups or { {} }) do
     local kind = given.optimizer or optimizer.type
     local made, group = optimizers.of(kind), { kind = kind }
     for _, key in ipairs(made.settings) do
       local value = made.defaults[key]
       if (key == "lr" or kind == optimizer.type) and params[key] ~= nil then value = params[key] end
+      if kind == rest and optimizer.rest[key] ~= nil then value = optimizer.rest[key] end
       if key == "lr" and made.matrices then value = params.muon_lr or value
       elseif key == "lr" and kind ~= optimizer.type then value = params.adam_lr or value end
       group[key] = type(value) == "table" and copied(value) or value
