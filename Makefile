@@ -23,7 +23,7 @@ help:
 	@echo 'make deb         Debian packages in out/'
 	@echo 'make site        the guides as HTML in out/site (make setup-cluster installs what it needs)'
 	@echo 'make pictures    draw the pictures of the guides'
-	@echo 'make check       tests in under three minutes; make test: all tests; make test-cluster, test-oracle, test-isa'
+	@echo 'make check       tests in under three minutes; make test: the C tests and specs; test-cluster, test-oracle, test-isa'
 	@echo 'make bench       speed of training; make faults, fuzz, asan, tsan, prove-cuda: spec/README.md'
 	@echo 'make clean       remove the build folders'
 
@@ -96,7 +96,7 @@ prove-cuda: build
 	@$(cuda_plugin)
 	@python=$$(tools/oracle.sh python) && nice $$python tools/prove_cuda/prove.py --build $(BUILD)
 
-# The CUDA plug-in libps_cuda.so beside psluajit; an error where nvcc or cuBLASLt is missing.
+# The CUDA plug-in libps_cuda.so, next to psluajit; an error if nvcc or cuBLASLt is missing.
 cuda: setup
 	@$(call configure,-DPS_CUDA=ON)
 	@cmake --build $(BUILD) --target program

@@ -4,8 +4,8 @@
 -- measures the rate of the disk: between the saves, all ranks write plain files of the same size at the same time, with
 -- O_DIRECT and fsync. Prints JSON with medians of the rounds:
 --   step_s               seconds per step while nothing is saved
---   stall_s              the time that training waits in checkpoint.save and, on rank 0, for the commit between two
---                        steps
+--   stall_s              the time that training waits in ps.checkpoints.save and, on rank 0, for the commit between
+--                        two steps
 --   first_stall_s        stall_s of the first save, which also allocates the memory for the copy
 --   stall_percent        stall_s / (50 * step_s): with one save every 50 steps, the share of the training time that is
 --                        lost

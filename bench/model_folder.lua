@@ -2,8 +2,8 @@
 -- Writes a folder with a model for measurements. The model can be too large for memory, because all layers have the
 -- same random weights. The weights are bf16, or NF4 of bitsandbytes with double quantization.
 --   psluajit bench/model_folder.lua --shape 8b --type nf4 --out DIR [--layers N]
--- The shapes 8b and 32b are the shapes of Llama 3.1 8B and of Qwen 2.5 32B (without biases). Embeddings and head are
--- bf16.
+-- The shapes 1.2b, 8b and 32b are the shapes of Llama 3.2 1B, of Llama 3.1 8B and of Qwen 2.5 32B (without biases).
+-- Embeddings and head are bf16.
 local argparse = require "argparse"
 local cjson = require "cjson"
 local command_line = require "ps.core.command_line"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# The plug-in libps_cuda.so, beside psluajit. nvcc is called by hand, not as a language of CMake's: configuring stays
-# quick, and a machine without it loses nothing. Machine code for sm_80 and sm_90, and PTX for what comes after. The
-# runtime is linked in; cuBLASLt is not, and is looked for beside the plug-in first.
+# The plug-in libps_cuda.so, next to psluajit. nvcc is called by hand, not as a language of CMake's: configuring stays
+# quick, and a machine without it loses nothing. Machine code for sm_80 and sm_90, and PTX for later chips. The
+# runtime is linked in; cuBLASLt is not, and is looked for next to the plug-in first.
 file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS src/backend/cuda/*.cu src/backend/cuda/*.cpp)
 
 if(PS_CUDA STREQUAL "OFF")

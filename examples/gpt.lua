@@ -65,7 +65,7 @@ end
 
 function GPT:forward(given) return nn.fold(self:parts(), given) end
 
-local run = layout.open("gpt.lua", "Goes on with rows.", { steps = 400, batch = 64, lr = 3e-3, picture = "rows.pgm" })
+local run = layout.open("gpt.lua", "Continues rows.", { steps = 400, batch = 64, lr = 3e-3, picture = "rows.pgm" })
 ps.manual_seed(1)
 run:initialize(function() return GPT(32, 2, 4) end, batch(8))
 run:train(batch)

@@ -5,8 +5,8 @@
 -- Prints one line per file, each failure as it happens, and at the end "busted: N passed, N failed, N skipped". The
 -- exit code is 1 if something failed. If there are several files, each has its own process, so that leftovers of one
 -- (tensors in upvalues, a large heap) do not affect the next, and a crash fails only one file. With --jobs N, N files
--- run at the same time, and those of waits.txt one by one beside them. With --only WORDS, only tests whose full name
--- (as a failure prints it) contains these words run: `run.lua ops --only softplus`. If there are several files and
+-- run at the same time, and those of waits.txt one by one at the same time. With --only WORDS, only tests whose full
+-- name (as a failure prints it) contains these words run: `run.lua ops --only softplus`. If there are several files and
 -- PS_TEST_LIMIT_S is set, a file that runs longer than this number of seconds is ended and has failed.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
@@ -121,9 +121,9 @@ end
 ---@return string
 local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
 
--- Runs files in their own processes, `number` at a time. The files of `beside` run one at a time beside them. Prints
--- their output lines and counts their results. If several run at a time, the lines of a file are printed together at
--- its end.
+-- Runs files in their own processes, `number` at a time. At the same time, the files of `beside` run one at a time.
+-- Prints their output lines and counts their results. If several run at a time, the lines of a file are printed
+-- together at its end.
 local function run_apart(list, number, beside)
   if #list + #beside == 0 then return end
   local END = "spec/run.lua: that was "

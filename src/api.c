@@ -163,8 +163,7 @@ int64_t ps_memory_held(ps_ctx *ctx, int device)
     ps_memory_info info;
     if (!device_ok(ctx, device) || ps_memory_get(ctx, device, &info) < 0) return -1;
     ps_backend *be = ctx->devices[device];
-    if (be->pretends) return 0;                      /* its bytes_available never changes */
-    return be->is_host ? ps_host_bytes_held(info.reserved) : info.reserved;
+    return be->bytes_held ? be->bytes_held(be, info.reserved) : info.reserved;
 }
 
 ps_rng *ps_rng_get(ps_ctx *ctx) { return &ctx->rng; }

@@ -14,10 +14,14 @@
  * failure. A failure also sets a message (ps_error_message) and does not change the outputs. The comment of a
  * function, or of its group of functions, names the codes and their causes. Three codes have the same causes
  * everywhere, and comments do not repeat them:
- *   PS_EINVAL: an argument is NULL, has a wrong size, shape or type, or contradicts another argument.
+ *   PS_EINVAL: an argument has a wrong size, shape or type, is missing, or contradicts another argument.
  *   PS_ENOMEM: there is no memory for records, for a result or for workspace.
  *   PS_ESTATE: the context is closed.
- * A function that runs ops can also return the errors of ps_apply. */
+ * A function that runs ops can also return the errors of ps_apply.
+ *
+ * Handles, such as ps_ctx * and ps_tensor *, must be valid and not NULL unless a comment allows NULL. Arrays must have
+ * the sizes that the other arguments name. Only some functions detect a NULL. The Lua half passes only valid
+ * arguments. */
 #ifndef PS_H
 #define PS_H
 #include <stddef.h>
@@ -1391,7 +1395,7 @@ typedef struct ps_chunk_info {
   int32_t state, pins, n_tensors;
   int32_t valid;               /* bit set of the tiers (indices of ps_tier_info) that have a valid copy of the chunk */
   int64_t nbytes, used_nbytes;
-  int64_t last_use, next_use;  /* trace indices in this step; -1 if there is no use or the index is unknown */
+  int64_t last_use, next_use;  /* moments of this step; -1 if there is no use or the moment is unknown */
 } ps_chunk_info;
 typedef struct ps_tier_info {
   char name[16];               /* "device", "host" or "disk": key in the configuration, and name in messages */
@@ -1599,8 +1603,8 @@ int ps_engine_leftover(ps_ctx *ctx, int32_t id, int adopt, int64_t *nbytes);
  * the bytes. */
 int ps_engine_forecast(ps_ctx *ctx, int32_t id, ps_step_forecast *out);
 /* One use of a chunk by a step.
- *   moment: trace index at which the chunk's bytes must be on the tier. Trace indices number the ops of a step that
- *   use chunks, from 0. Uses are sorted by trace index. Uses with the same index are needed at the same time, and a
+ *   moment: the moment at which the chunk's bytes must be on the tier. Moments number the ops of a step that use
+ *   chunks, from 0. Uses are sorted by moment. Uses with the same moment are needed at the same time, and a
  *   chunk occurs at most once among them.
  *   tier: index of the tier, 0 or 1.
  *   write: 1 if the op changes the chunk.

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The prompt. It reads statements, runs them, and prints the values of expressions. This file owns the line editor,
- * the history, and the state between two lines of one statement. Lua code (ps.pretty, ps.complete) formats values and
- * finds the completions of TAB. Without these Lua files the prompt still works, but it does not format or complete.
+ * the history, and the state between two lines of one statement. Lua code (ps.pretty, ps.prompt.complete) formats
+ * values and finds the completions of TAB. Without these Lua files the prompt still works, but it does not format or
+ * complete.
  * Only main.c calls this file. repl_run raises no error.
  *
  * A statement that the user types is interpreted and not compiled, because compiled loops do not notice Ctrl-C.
@@ -39,8 +40,8 @@ struct repl {
     repl_mode mode;
     int environment;             /* environment of statements: a registry reference, or LUA_NOREF for the globals */
     bool keeps;                  /* true if the loaded chunk ends with a call of its argument, which is keep_locals */
-    int pretty, complete;        /* registry references of the functions ps.pretty format and ps.complete tab, or
-                                  * LUA_NOREF */
+    int pretty, complete;        /* registry references of the functions format of ps.pretty and tab of
+                                  * ps.prompt.complete, or LUA_NOREF */
 };
 
 /* -- signals at the prompt --------------------------------------------------------------------------------------- */
@@ -441,7 +442,7 @@ static int read_statement(struct repl *r)
         if (first && r->mode == REPL_PAUSED && is_word(line, "abort")) return ABORTED;
         if (first && leaves(r, line)) {
             if (r->mode != REPL_PAUSED) return ENDED;
-            puts("continue goes on with the script, abort raises an error in it");
+            puts("continue resumes the script, abort raises an error in it");
             continue;
         }
         if (first && stands_for(line)) line = stands_for(line);

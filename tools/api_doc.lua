@@ -15,6 +15,7 @@ local exact = require "ps.core.exact"
 local definitions_of = require "tools.site.definitions"
 local site_entry = require "tools.site.entry"
 local wrap = require "ps.core.wrap"
+local write_file = require "ps.core.write_file"
 local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "bit"
 
 local path = paths.root .. "/docs/api.md"
@@ -351,9 +352,7 @@ end
 
 local new = write()
 if definitions then
-  local file = assert(io.open(definitions, "wb"))
-  file:write(definitions_of.text(named))
-  assert(file:close())
+  assert(write_file(definitions, definitions_of.text(named)))
   os.exit(#complaints == 0 and 0 or 1)
 end
 if site then
@@ -369,8 +368,6 @@ if arg[1] == "--check" then
   print "docs/api.md is out of date; run psluajit tools/api_doc.lua"
   os.exit(1)
 end
-f = assert(io.open(path, "wb"))
-f:write(new)
-f:close()
+assert(write_file(path, new))
 print("wrote " .. path)
 os.exit(#complaints == 0 and 0 or 1)

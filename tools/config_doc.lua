@@ -2,6 +2,7 @@
 -- psluajit tools/config_doc.lua [FILE]: rewrites the tables of docs/config.md from lua/ps/config/schema.lua. With
 -- --check, the tool writes nothing, and exits with 1 if the tables are out of date.
 local doc = require "ps.config.doc"
+local write_file = require "ps.core.write_file"
 
 local only_check, path = false, (arg[0]:match("^(.*)/tools/") or ".") .. "/docs/config.md"
 for _, word in ipairs(arg) do
@@ -16,7 +17,5 @@ if only_check then
   print(path .. " is out of date; run psluajit tools/config_doc.lua")
   os.exit(1)
 end
-f = assert(io.open(path, "w"))
-f:write(new)
-f:close()
+assert(write_file(path, new))
 print("wrote " .. path)

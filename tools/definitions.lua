@@ -7,6 +7,7 @@ local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
 local paths = require "ps.paths"
+local write_file = require "ps.core.write_file"
 
 local parser = argparse("psluajit definitions",
   "Writes .luarc.json and .psluajit/, by which editors complete and check scripts.")
@@ -20,10 +21,8 @@ local function fail(text, ...)
 end
 
 local function write(path, text)
-  local file, why = io.open(path, "wb")
-  if not file then fail("cannot write %s", why) end
-  file:write(text)
-  if not file:close() then fail("cannot write %s", path) end
+  local done, why = write_file(path, text)
+  if not done then fail("cannot write %s", why) end
 end
 
 local function make(path)

@@ -14,6 +14,7 @@ local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
 local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
+local write_file = require "ps.core.write_file"
 local whole = command_line.whole
 
 local parser = argparse("psluajit evaluate", "Evaluates a language model on a file.")
@@ -45,11 +46,10 @@ local NAMES = { "rows", "tokens", "unpredicted", "words", "bytes", "token_perple
   "exact_match_stderr", "f1" }
 
 local function write_samples(samples)
-  local file, why = io.open(args.samples, "w")
-  if not file then error("--samples: " .. why, 0) end
-  for _, sample in ipairs(samples) do file:write(cjson.encode(sample), "\n") end
-  local done, problem = file:close()
-  if not done then error("--samples: " .. problem, 0) end
+  local lines = {}
+  for i, sample in ipairs(samples) do lines[i] = cjson.encode(sample) .. "\n" end
+  local done, why = write_file(args.samples, table.concat(lines))
+  if not done then error("--samples: " .. why, 0) end
 end
 
 local function main()

@@ -118,6 +118,10 @@ local function on_failure(r)
     or r.shown and "; its error is above" or "; it wrote nothing")
 end
 
+local function on_log_failure(r, why)
+  say("the log of rank %d (--log-dir) cannot be written and is incomplete: %s", r.rank, why)
+end
+
 local function on_signal(name, again)
   say(again and "%s again: killing the ranks" or "%s: passed on to the ranks", name)
 end
@@ -133,7 +137,7 @@ local function run_attempt(o, script, attempt, nproc)
       command = command_of(o, script, i), log = folder and open_log(folder, rank) }
   end
   local result = ranks.run(specs, { grace = o.grace, prefix = o.prefix, on_failure = on_failure,
-    on_signal = on_signal })
+    on_signal = on_signal, on_log_failure = on_log_failure })
   for _, spec in ipairs(specs) do
     if spec.log then spec.log:close() end
   end

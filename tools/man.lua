@@ -7,6 +7,7 @@ local argparse = require "argparse"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local scripts = require "ps.prompt.scripts"
+local write_file = require "ps.core.write_file"
 
 local folder = arg[1]
 if not folder or folder:find "^%-" then error("usage: psluajit tools/man.lua DIR", 0) end
@@ -58,11 +59,8 @@ end
 local function section(lines, title) lines[#lines + 1] = ".SH " .. title end
 
 local function write(name, lines)
-  local path = folder .. "/" .. name
-  local file, why = io.open(path, "wb")
-  if not file then error("cannot write " .. why, 0) end
-  file:write(table.concat(lines, "\n"), "\n")
-  assert(file:close())
+  local done, why = write_file(folder .. "/" .. name, table.concat(lines, "\n") .. "\n")
+  if not done then error("cannot write " .. why, 0) end
 end
 
 -- Returns a list of the options and arguments of a parser. Each entry has a label and a text.

@@ -8,6 +8,7 @@ local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
 local paths = require "ps.paths"
+local write_file = require "ps.core.write_file"
 
 local root = paths.root .. "/templates"
 
@@ -54,10 +55,8 @@ end
 
 for entry in lfs.dir(root .. "/" .. args.kind) do
   if entry ~= "." and entry ~= ".." then
-    local file, why = io.open(dir .. "/" .. entry, "wb")
-    if not file then fail("cannot write %s: %s", dir .. "/" .. entry, why) end
-    file:write(read(root .. "/" .. args.kind .. "/" .. entry))
-    if not file:close() then fail("cannot write %s", dir .. "/" .. entry) end
+    local done, why = write_file(dir .. "/" .. entry, read(root .. "/" .. args.kind .. "/" .. entry))
+    if not done then fail("cannot write %s", why) end
   end
 end
 

@@ -7,6 +7,7 @@
 -- nothing, and also exits with 1 if a drawing is out of date. TREE is the source tree to read. The default is this
 -- tree.
 local paths = require "ps.paths"
+local write_file = require "ps.core.write_file"
 
 local only_check, root = false, paths.root
 for _, word in ipairs(arg) do
@@ -209,9 +210,7 @@ if new ~= old then
   if only_check then
     print(file .. " is out of date; run psluajit tools/path_doc.lua")
   else
-    f = assert(io.open(file, "w"))
-    f:write(new)
-    f:close()
+    assert(write_file(file, new))
     print("wrote " .. file)
   end
 end

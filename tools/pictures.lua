@@ -14,6 +14,7 @@ local lfs = require "lfs"
 local paths = require "ps.paths"
 local ps = require "ps"
 local read = require "ps.profile.read"
+local write_file = require "ps.core.write_file"
 
 local parser = argparse("psluajit pictures", "Draws the pictures of the guides.")
 parser:argument("folder", "folder to write to", paths.root .. "/docs/pictures")
@@ -57,9 +58,7 @@ draw.access(figures, args.folder .. "/chunks.svg")
 os.remove(profile)
 os.execute(("rm -r '%s'"):format(disk))
 for _, name in ipairs { "bytes", "tiers", "step" } do
-  local file = assert(io.open(("%s/%s.svg"):format(args.folder, name), "wb"))
-  file:write(drawings[name]())
-  assert(file:close())
+  assert(write_file(("%s/%s.svg"):format(args.folder, name), drawings[name]()))
 end
 for _, schedule in ipairs { "1f1b", "zb_h1" } do
   local command = ("'%s' '%s/tools/pipeline.lua' --stages 4 --micro-batches 8 --schedule %s --out '%s/schedule_%s.svg' "

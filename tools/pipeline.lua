@@ -10,6 +10,7 @@ local pipe_table = require "ps.parallel.pipeline.table"
 local picture = require "ps.parallel.pipeline.picture"
 local command_line = require "ps.core.command_line"
 local read_file = require "ps.core.read_file"
+local write_file = require "ps.core.write_file"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("psluajit pipeline", "Shows the table of a pipeline.")
@@ -28,10 +29,8 @@ parser:option("--out", "picture to draw: a file that ends in .svg or .png")
 local args = command_line.parse(parser)
 
 local function write(path, text)
-  local f, why = io.open(path, "w")
-  if not f then error(why, 0) end
-  f:write(text)
-  if not f:close() then error(path .. ": writing failed", 0) end
+  local done, why = write_file(path, text)
+  if not done then error(why, 0) end
 end
 
 local function table_of()

@@ -6,6 +6,7 @@
 -- up PyTorch's names in PyTorch.
 local ps = require "ps"
 local paths = require "ps.paths"
+local write_file = require "ps.core.write_file"
 
 local path = paths.root .. "/docs/pytorch.md"
 
@@ -20,7 +21,7 @@ contiguous | Tensor.contiguous | t:contiguous, t:clone | contiguous may return t
 flip | flip | t:flip, ps.flip |
 triangle | tril | t:tril, t:triu, ps.tril, ps.triu | upper = 1 is triu
 cast | Tensor.to | t:to, t:float, t:half, t:long | types are strings: "fp32", "int64"; integer types saturate
-to_device | Tensor.to | t:to | devices are strings: "cpu", "cuda", "cuda:1"
+to_device | Tensor.to | t:to | devices are strings: "cpu", "cuda"; a process has one GPU, "cuda"
 all_reduce | distributed.all_reduce | - | group:sum(x) also sums the gradient; group:all_reduce works in place
 all_gather | distributed.all_gather_into_tensor | - | group:gathered(x) has a gradient
 reduce_scatter | distributed.reduce_scatter_tensor | - | group:scattered(x) has a gradient
@@ -371,8 +372,8 @@ manual_seed | ps.manual_seed | draws other numbers than PyTorch
 -- Differences that are not about names and that cause no error in a script.
 local REST = [==[
 - **`eps` of `nn.RMSNorm` and `F.rms_norm`** is 1e-6. PyTorch's default is the type's epsilon, 1.2e-7 in fp32.
-- **`weight_decay` of AdamW in a configuration** of `ps.initialize` is 0, as in DeepSpeed. `optim.AdamW` has PyTorch's
-  0.01.
+- **`weight_decay` of AdamW in a configuration** of `ps.initialize` is 0, as in DeepSpeed. `optim.AdamW`, and groups of
+  `param_groups` that name an optimizer other than the configuration's, have PyTorch's 0.01.
 - **Running statistics of `nn.BatchNorm1d` and `2d`** move once per forward of a micro-batch; PyTorch moves them again
   when a checkpointed forward is recomputed. A step of an engine that is given up or skipped (an error, an overflow)
   restores them. Each rank computes them from its own rows, and those of rank 0 are saved; `nn.SyncBatchNorm` computes
@@ -473,7 +474,5 @@ if arg[1] == "--check" then
   if not same then io.stderr:write("docs/pytorch.md is out of date; run psluajit tools/pytorch_doc.lua\n") end
   os.exit(same and #wrong == 0 and 0 or 1)
 end
-local file = assert(io.open(path, "wb"))
-file:write(text)
-file:close()
+assert(write_file(path, text))
 os.exit(#wrong == 0 and 0 or 1)

@@ -10,6 +10,7 @@ local command_line = require "ps.core.command_line"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local html = require "tools.site.html"
+local write_file = require "ps.core.write_file"
 
 local parser = argparse("psluajit site", "Writes the pages of the site for Sphinx, or checks those that Sphinx made.")
 parser:argument("folder", "where to write them, or the HTML to check")
@@ -43,9 +44,7 @@ end
 
 local function write(path, text)
   make_folder(path:match "^(.*)/")
-  local file = assert(io.open(path, "wb"))
-  file:write(text)
-  assert(file:close())
+  assert(write_file(path, text))
 end
 
 if args.check then

@@ -4,10 +4,11 @@
 # specs are named, the specs of spec/computing.txt run again on each instruction set below this machine's;
 # PS_TEST_ISA=all runs all specs again, PS_TEST_ISA=none runs none. The last line is `N passed, N failed`. A test that
 # hangs is ended: PS_TEST_LIMIT_S (1800) is the limit of a file of specs in seconds, for slower builds. Tests run two at
-# a time, and beside them those that mostly wait (spec/waits.txt, spec/c/waits.txt); PS_TEST_JOBS=n: n at a time. The
-# lines before the last one repeat the failures and list the skipped tests with the reasons. PS_ORACLE=1 runs the
-# comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs the C tests of
-# build-asan and build-tsan, too, which `make c-tests-sanitized` builds. With CI=true a skipped test counts as failed.
+# a time. At the same time, those that mostly wait run one by one (spec/waits.txt, spec/c/waits.txt). PS_TEST_JOBS=n: n
+# at a time. The lines before the last one repeat the failures and list the skipped tests with the reasons. PS_ORACLE=1
+# runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs the C tests
+# of build-asan and build-tsan, too, which `make c-tests-sanitized` builds. With CI=true a skipped test counts as
+# failed.
 #   tools/test.sh [BUILD] [SPEC | test_NAME ...]    test_NAME: a C test
 #   tools/test.sh --one TEST        one C test: prints one line with its result, and its output if it failed
 root=${0%/*}/..
@@ -63,7 +64,7 @@ sanitizer_options "$build"
 
 # Runs the C tests of a list, N at a time.
 each() { xargs -d '\n' -r -n 1 -P "$1" "$0" --one; }
-# Runs C tests two at a time. The tests in spec/c/waits.txt run one at a time beside them.
+# Runs C tests two at a time. The tests in spec/c/waits.txt run one at a time, at the same time as the others.
 run_c_tests() {
   for t in "$@"; do
     case $t in *tsan/*) named_in one_thread "$t" && continue ;; esac

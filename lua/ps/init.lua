@@ -83,11 +83,12 @@ end
 function ps.memory(...) return exact.of(require("ps.memory.views").memory, "ps.memory")(...) end
 function ps.chunks(...) return exact.of(require("ps.memory.views").chunks, "ps.chunks")(...) end
 
---- Returns the trace from which the plan was made for steps like the last step. The trace lists the trace indices of a
---- step in order, each with its chunks. A trace index is an op that uses chunks. The list prints as a table. Adjacent
---- indices with the same chunks share a row of this table. Before the first step is planned, the list is empty.
----@param options? integer|string|{all?: boolean, action?: string} a chunk's id selects the indices that use this chunk;
---- a tensor's name selects the indices that use a chunk with this tensor. action: selects the indices of one action
+--- Returns the trace from which the plan was made for steps like the last step. The trace lists the moments of a step
+--- in order, each with its chunks. A moment is the index of an op that uses chunks. The list prints as a table.
+--- Adjacent moments with the same chunks share a row of this table. Before the first step is planned, the list is
+--- empty.
+---@param options? integer|string|{all?: boolean, action?: string} a chunk's id selects the moments that use this chunk;
+--- a tensor's name selects the moments that use a chunk with this tensor. action: selects the moments of one action
 --- ("forward", "backward", "update", ...). all: if true, every row is printed.
 ---@return ps.view.Moment[] moments The field `other` of the list has the peak number of bytes outside chunks for each
 --- tier.

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The 16-bit floats over all of their patterns and rounding points, Philox against the known answers published with
- * Random123, errors that are passed between threads, and growable arrays. */
+ * Random123, errors that are passed between threads, growable arrays, and a ring of events that is replaced. */
 #include <math.h>
 #include <pthread.h>
 #include "base/grow.h"
 #include "base/half.h"
 #include "base/philox.h"
+#include "base/record.h"
 #include "ref_check.h"
 
 static double bf16_value(uint32_t h)
@@ -124,6 +125,32 @@ static void test_grow(void)
     ps_free(list);
 }
 
+static atomic_bool stop;
+static void *put_events(void *arg)
+{
+    while (!atomic_load(&stop)) ps_record_put((ps_record_event){ .kind = PS_REC_COPY, .begin_ns = ps_record_clock() });
+    return NULL;
+}
+
+/* Rings are replaced by larger rings while threads write events. A thread may still write into the smaller ring, but
+ * not beyond its end (AddressSanitizer). ThreadSanitizer reports writers that reach the same place a whole ring apart:
+ * a reader detects such places by their numbers. */
+static void test_record(void)
+{
+#ifndef __SANITIZE_THREAD__
+    enum { THREADS = 6 };
+    pthread_t threads[THREADS];
+    CHECK(ps_record_start(100) == 0);
+    for (int i = 0; i < THREADS; i++) CHECK(pthread_create(&threads[i], NULL, put_events, NULL) == 0);
+    for (int64_t events = 100; events < 100000; events += events / 16 + 1) CHECK(ps_record_start(events) == 0);
+    atomic_store(&stop, true);
+    for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+    ps_record_stop();
+    int64_t dropped;
+    CHECK(ps_record_count(&dropped) >= 0);
+#endif
+}
+
 int main(void)
 {
     test_half(ps_bf16_to_f32, ps_f32_to_bf16, bf16_value, 0x7f80);
@@ -131,5 +158,6 @@ int main(void)
     test_philox();
     test_error_kept();
     test_grow();
+    test_record();
     return report();
 }

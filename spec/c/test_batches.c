@@ -346,6 +346,49 @@ static void test_file(void)
     unlink(path);
 }
 
+static uint64_t both(uint64_t a, uint64_t b)
+{
+    uint64_t pair[2] = { a, b };
+    return ps_xxh3(pair, sizeof pair);
+}
+
+/* A file whose checksums are correct and whose starts are not: examples outside of the records. */
+static void test_wrong_starts(void)
+{
+    enum { HEAD = 64, COUNT = 24, TOKENS = 32, HASH = 48, SUM = 56 };            /* offsets in the head */
+    const char *tmp = getenv("TMPDIR");
+    char path[300];
+    uint64_t key[2] = { 1, 2 };
+    snprintf(path, sizeof path, "%s/psluajit-%d.starts", tmp && *tmp ? tmp : "/tmp", (int)getpid());
+    static const struct { int start; int64_t value; } cases[] = {
+        { 0, -4 }, { 0, 1 }, { 1, (int64_t)1 << 40 }, { 1, -1 }, { N, (int64_t)1 << 40 }, { N, 1 },
+    };
+    for (size_t c = 0; c <= sizeof cases / sizeof *cases; c++) {
+        static _Alignas(8) char all[1 << 16];
+        ps_examples *e = examples_of(path);
+        ps_examples_free(e);
+        FILE *f = fopen(path, "rb");
+        size_t n = fread(all, 1, sizeof all, f);
+        fclose(f);
+        int64_t *head = (int64_t *)all, tokens = head[TOKENS / 8], nbytes = (tokens * 4 + 7) / 8 * 8;
+        int64_t *starts = (int64_t *)(all + HEAD + nbytes);
+        CHECK(n < sizeof all && head[COUNT / 8] == N && starts[N] == tokens);
+        if (c > 0) starts[cases[c - 1].start] = cases[c - 1].value;
+        uint64_t hash = both(both(0, ps_xxh3(all + HEAD, tokens * 4)),
+                             both(ps_xxh3(starts, (N + 1) * 8), ps_xxh3(starts + N + 1, N * 4)));
+        CHECK(c > 0 || (uint64_t)head[HASH / 8] == hash);
+        head[HASH / 8] = (int64_t)hash;
+        head[SUM / 8] = (int64_t)ps_xxh3(all, SUM);
+        f = fopen(path, "wb");
+        CHECK(fwrite(all, 1, n, f) == n && fclose(f) == 0);
+        e = NULL;
+        if (c == 0) OK(ps_examples_open(path, key, &e));
+        else FAILS(ps_examples_open(path, key, &e), PS_EFORMAT, path);
+        ps_examples_free(e);
+    }
+    unlink(path);
+}
+
 int main(void)
 {
     ps_examples *e = examples_of("");
@@ -357,5 +400,6 @@ int main(void)
     test_errors(e);
     ps_examples_free(e);
     test_file();
+    test_wrong_starts();
     return end_checks();
 }

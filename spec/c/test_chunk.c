@@ -862,8 +862,8 @@ static void test_zeros_on_a_device(void)
 /* -- copies down that fail, and the fetches after them ------------------------------------------------------------ */
 /* Copies run when they are started. A caller that waits sees them as complete, and a caller that only checks sees
  * them as in flight. If `seen_up` is set, a check also sees copies to the device as complete. Copy number fail_at to
- * the host, counted from now on, fails. `behind` is the number of fetches that failed because of it. */
-static struct { int fail_at; bool seen_up; int regions, behind; } far;   /* behind: number of fetches that failed
+ * the host, counted from now on, fails. `failed` is the number of fetches that failed because of it. */
+static struct { int fail_at; bool seen_up; int regions, failed; } far;   /* failed: number of fetches that failed
                                                                           * with the copies */
 static int far_met;
 struct ps_copy { bool to_device, failed; };
@@ -887,7 +887,7 @@ static int far_copy_start(ps_backend *be, bool to_device, void *dst, const void 
     if (!c) return ps_fail_nomem(sizeof *c);
     *c = (ps_copy){ to_device, after && after->failed };
     if (!to_device && far.fail_at > 0 && --far.fail_at == 0) c->failed = true;
-    if (c->failed && to_device) far.behind++;
+    if (c->failed && to_device) far.failed++;
     *out = c;
     if (c->failed) return 0;
     return to_device ? away_copy_in(be, dst, src, nbytes) : away_copy_out(be, dst, src, nbytes);
@@ -963,7 +963,7 @@ static void test_failed_eviction(int nth, bool seen_up)
     refused += turns(cs, s, holds);
     CHECK(refused > 0 && far.fail_at == 0);
     CHECK(turns(cs, s, holds) == 0);
-    far_met += far.behind;
+    far_met += far.failed;
     ps_tier_info info;
     ps_tier_get(cs, 0, &info);
     int64_t slots = 0;

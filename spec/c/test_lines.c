@@ -101,6 +101,41 @@ static void test_long(void)
     unlink(index);
 }
 
+/* An index whose checksum is correct and whose marks are not: they descend, are outside of the text, or have wrong line
+ * numbers. */
+static void test_wrong_marks(void)
+{
+    enum { ROWS = 3000, HEAD = 56, PAIRS = 512 };
+    const char *path = in_folder("w.jsonl"), *index = in_folder("w.rows");
+    FILE *f = fopen(path, "wb");
+    for (int i = 0; i < ROWS; i++) fprintf(f, "%d\n", i);
+    fclose(f);
+    static const struct { int pair, which; int64_t value; } cases[] = {
+        { 1, 0, (int64_t)1 << 40 }, { 1, 0, 0 }, { 1, 0, -5 }, { 0, 0, -1 }, { 1, 1, 1 }, { 0, 1, 0 },
+    };
+    for (size_t c = 0; c <= sizeof cases / sizeof *cases; c++) {
+        int64_t all[(HEAD + 16 * PAIRS) / 8];
+        ps_lines *l = NULL;
+        if (!OK(ps_lines_open(path, "", &l)) || !OK(ps_lines_save(l, index))) return;
+        ps_lines_close(l);
+        f = fopen(index, "rb");
+        size_t n = fread(all, 1, sizeof all, f);
+        fclose(f);
+        CHECK(n > HEAD + 32 && n < sizeof all);
+        if (c > 0) all[HEAD / 8 + 2 * cases[c - 1].pair + cases[c - 1].which] = cases[c - 1].value;
+        uint64_t both[2] = { ps_xxh3(all, HEAD - 8), ps_xxh3(all + HEAD / 8, (int64_t)n - HEAD) };
+        CHECK(c > 0 || (uint64_t)all[HEAD / 8 - 1] == ps_xxh3(both, sizeof both));
+        all[HEAD / 8 - 1] = (int64_t)ps_xxh3(both, sizeof both);
+        write_file(index, all, n);
+        if (!OK(ps_lines_open(path, index, &l))) return;
+        CHECK(ps_lines_scanned(l) == (c > 0));
+        CHECK(row_is(l, ROWS - 1, "2999", ROWS));
+        ps_lines_close(l);
+    }
+    unlink(path);
+    unlink(index);
+}
+
 static const char *tried, *tried_index;
 static int work(void)
 {
@@ -137,6 +172,7 @@ int main(void)
     begin_tests();
     test_rows();
     test_long();
+    test_wrong_marks();
     test_allocations();
     return end_tests();
 }

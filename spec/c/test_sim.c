@@ -446,7 +446,7 @@ static void test_context(void)
     OK(ps_tensor_read(again, y, sizeof y));
     CHECK(!memcmp(x, y, sizeof x));
     ps_tensor_release(again);
-    for (int nth = 0;; nth++) {                                 /* a copy that fails leaves nothing behind */
+    for (int nth = 0;; nth++) {                                 /* a copy that fails keeps no memory */
         ps_memory_info before, after;
         OK(ps_memory_get(ctx, host, &before));
         ps_test_fail_alloc(nth, 1);

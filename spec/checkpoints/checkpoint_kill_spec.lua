@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Processes are killed (SIGKILL) at random times while they train and save every step, also while they write and
 -- commit. Every resume succeeds, also on other numbers of ranks, and has the losses of a run without kills. PS_FULL=1
--- kills 200 times; PS_KILL_SEED=n repeats the draws of one run (the times depend on the machine).
+-- kills 300 times; PS_KILL_SEED=n repeats the draws of one run (the times depend on the machine).
 local lfs = require "lfs"
 local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"

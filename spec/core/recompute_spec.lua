@@ -335,7 +335,6 @@ describe("a recompute segment", function()
   end)
 end)
 
--- -- cheap outputs: from 1 MiB on they are computed again in backward -----------------------------------------------
 describe("an object whose state a segment needs", function()
   local scope = require "ps.core.scope"
 
@@ -375,7 +374,28 @@ describe("an object whose state a segment needs", function()
   end)
 end)
 
+-- -- cheap outputs: from 1 MiB on they are computed again in backward -----------------------------------------------
 describe("outputs that are recomputed instead of kept", function()
+  -- The chain is recomputed by recursion in C. A chain of 20,000 ops overflowed the stack.
+  it("form chains of at most 16 ops, so that memory and C's stack suffice for any number of ops", function()
+    local function peak(n)
+      local first = random { 512, 512 }                  -- 1 MiB
+      local y = first
+      for _ = 1, n do y = ops.silu(y) end
+      local loss = y:sum()
+      y = nil
+      ps.collect()
+      local before = ps.memory("cpu").used
+      ps.reset_peak_memory "cpu"
+      loss:backward()
+      return (ps.memory("cpu").peak - before) / 2 ^ 20, before / 2 ^ 20
+    end
+    local few, kept_by_few = peak(16)
+    local many, kept = peak(320)
+    assert(many <= few + 2, ("%g and %g MiB"):format(few, many))
+    assert(kept - kept_by_few <= 320 / 16 + 2, ("%g MiB are kept"):format(kept - kept_by_few))
+  end)
+
   local ROWS, C = 1024, 320                              -- fp32: 1.25 MiB
   local x, w, b, v
   before_each(function()

@@ -262,7 +262,7 @@ describe("collectives on devices", function()
     plugin.ps_emu_take_counts(seen, 1)
     group:all_reduce(t)                                               -- stalls
     local y, other = t * 2, ps.ones({ 3 }, { device = device })
-    for _ = 1, 3 do group:all_reduce(other) end                       -- behind it
+    for _ = 1, 3 do group:all_reduce(other) end                       -- these run after it
     plugin.ps_emu_take_counts(seen, 1)
     assert(seen[0] == 0, "a call waited")
     local ok, why = pcall(y.to, y, "cpu")

@@ -26,7 +26,7 @@ local function script_of(word)
   end
 end
 
--- What --help of scripts and of the program prints. Scripts without --help have their head comment for it.
+-- Texts that --help of scripts and of the program prints. For scripts without --help, their first comment.
 local helps = {}
 local function help_of(script)
   if not helps[script] then

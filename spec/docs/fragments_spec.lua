@@ -14,7 +14,8 @@ setup(function()
 end)
 teardown(function() ranks_lib.remove(folder) end)
 
--- What the listings of all pages begin with. `loader` gives batches, to a loop over itself and to one over an epoch.
+-- Lua text that runs before the listings of all pages. `loader` gives batches, to a loop over itself and to one over an
+-- epoch.
 local BEFORE = [[
 local ps = require "ps"
 local gpt2 = require "models.gpt2"

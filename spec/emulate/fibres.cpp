@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Runs kernels on the processor: see cuda_runtime.h beside this file. A block's threads are fibres with their own
+ * Runs kernels on the processor: see cuda_runtime.h next to this file. A block's threads are fibres with their own
  * stacks. A warp runs until all its threads wait for the block's barrier (or have ended), then the next warp runs.
  * Every other block runs its warps from first to last, the others from last to first, and asynchronous copies happen
  * as late as possible, or at once. So warps are as far apart as barriers allow, and a missing barrier shows.

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Memory and properties of the emulated device: see cuda_runtime.h beside this file. An allocation gets new addresses,
+ * Memory and properties of the emulated device: see cuda_runtime.h next to this file. An allocation gets new addresses,
  * never those of a recently freed one. Memory of the pool exists from its allocation to its release, in the order of
  * the streams on which both were requested; accessing it at any other time ends the process. New memory is full of
  * NaNs. Host memory may not be unpinned while a copy that uses it is queued.

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Streams and events: see cuda_runtime.h beside this file. A stream is a queue of work: kernels with their arguments,
+ * Streams and events: see cuda_runtime.h next to this file. A stream is a queue of work: kernels with their arguments,
  * copies, waits for events. No work is performed before the host waits for it, or has often queried whether it is
  * over. The work that is then performed, and its order, is the worst that streams and events allow, by
  * PS_EMULATE_STREAMS:

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Run by psluajit_faults (spec/faults/walk_spec.lua): fails the Nth call of a file, for N = 0, 1, 2, ... until the work
--- makes no more calls. Arguments: a folder, the work (save, load or step), an action, and how many calls in a row
--- have it. Each failure is an error that names its cause. Afterwards the folder has the old checkpoint or the new one,
--- whole, and training goes on from it with the bits of a run without faults. Prints the numbers of calls, failures and
--- successes.
+-- makes no more calls. Arguments: a folder, the work (save, load or step), an action, and how many calls in a row have
+-- it. Each failure is an error that names its cause. Afterwards the folder has the old checkpoint or the new one,
+-- whole, and training continues from it with the bits of a run without faults. Prints the numbers of calls, failures
+-- and successes.
 local ps = require "ps"
 local ffi = require "ffi"
 local lfs = require "lfs"

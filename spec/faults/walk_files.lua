@@ -70,7 +70,7 @@ local WORKS = {
     load = read_gguf },
 }
 
--- NAME.old can stay behind if its removal failed. The next save replaces it.
+-- NAME.old can remain if its removal failed. The next save replaces it.
 local function leftovers(nth, ok)
   for _, path in ipairs { folder, at "out" } do
     for _, name in ipairs(run.names(path)) do

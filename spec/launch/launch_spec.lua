@@ -259,6 +259,17 @@ describe("the launcher", function()
     end
   end)
 
+  it("reports once a log that cannot be written, and runs on", function()
+    local out, err, code = launch("--nproc-per-node 1 --log-dir full script.lua",
+      "for i = 1, 20000 do print(('x'):rep(50)) end print 'last'",
+      "mkdir -p full/attempt_0 && ln -s /dev/full full/attempt_0/rank_0.log &&")
+    assert.equal(0, code)
+    assert.matches("[0] last\n", out, 1, true)
+    assert.matches("launch: the log of rank 0 (--log-dir) cannot be written and is incomplete: No space left on device",
+      err, 1, true)
+    assert.equal(1, select(2, err:gsub("is incomplete", "")))
+  end)
+
   it("names the rank that failed first, ends the others and returns its exit code", function()
     local _, err, code, seconds = launch("--nproc-per-node 3 script.lua", [[
       if rank == 1 then wait_for "0" wait_for "2" print "about to" io.write "fail" os.exit(7) end

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit spec/oracle/file_cases.lua JOB.json: reads each file of files_oracle.py's job ({from, to = {paths}}) and
--- writes what it holds under the other names. What fails is written as text beside the first of these (.error).
+-- writes its contents under the other names. An error is written as text to a file with the first of these names and
+-- the suffix .error.
 local ps = require "ps"
 local json = require "cjson"
 

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs the cases of tokens_oracle.py: tokens_cases.lua TOKENIZER IN OUT. IN holds texts, each behind its length in
--- bytes and a line's end; OUT gets for each a line of ids, of offsets, and the text of the ids, behind its length. An
--- error is its text. With a last argument "decode" IN is JSON, a list of lists of ids, and OUT gets, as JSON, the two
--- texts of each, with special tokens and without.
+-- Runs the cases of tokens_oracle.py: tokens_cases.lua TOKENIZER IN OUT. IN contains texts. A line with the length in
+-- bytes precedes each text. For each text, OUT gets a line of ids, a line of offsets, and the text of the ids, preceded
+-- by its length. If a text fails, OUT gets the text of the error. With the last argument "decode", IN is JSON, a list
+-- of lists of ids. OUT gets, as JSON, two texts for each list: with and without special tokens.
 local ps = require "ps"
 local json = require "cjson"
 

@@ -97,6 +97,11 @@ describe("tools/pipeline.lua", function()
       .. "looped_bfs allow any number\n", text)
     assert.truthy(tool("--stages 4 --schedule gpipe"):find("give --schedule, --stages and --micro-batches", 1, true))
     assert.truthy(tool("--read /"):find("/: Is a directory", 1, true))
+    for _, n in ipairs { 2, 64 } do          -- a table that the buffer of io holds, and one that it does not hold
+      text, code = tool(("--stages 16 --micro-batches %d --schedule gpipe --csv /dev/full"):format(n))
+      assert.truthy(text:find("/dev/full: No space left on device", 1, true), text)
+      assert.equal("1", code)
+    end
     assert.truthy(tool("--read x.csv --stages 3"):find("--stages does not apply with --read FILE", 1, true))
     assert.truthy(tool("--stages 4 --micro-batches 8 --schedule 1f1b --out a.pdf"):find("ends in .svg or .png", 1,
       true))

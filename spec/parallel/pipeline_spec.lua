@@ -12,7 +12,7 @@ teardown(function() lib.remove(folder) end)
 -- in a list of settings, after a line with the entry's index.
 local TRAIN = [[
   local gpt2 = require "models.gpt2"
-  -- Makes the third layer look up tokens a second time.
+  -- Makes the third layer look up the tokens again.
   local function look_up_again(net)
     local parts, wte = net.parts, net.transformer.wte
     rawset(net, "parts", function(self)

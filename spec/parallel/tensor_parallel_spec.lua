@@ -119,7 +119,7 @@ describe("a region whose rows are divided", function()
     local region = nn.Region.new(group, true)
     region:set(2, 4)
     assert.same({ 2, 4, 3 }, region:gather(ps.zeros { 4, 3 }):shape())
-    region:gather(ps.zeros { 2, 4, 3 })                       -- behind leave
+    region:gather(ps.zeros { 2, 4, 3 })                       -- after leave
     region:gather(ps.zeros { 8, 3 })
     assert.same({ "gathered_again", "copy_to", "copy_to" }, calls)
   end)

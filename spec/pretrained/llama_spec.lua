@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Llama, Mistral, Qwen2 and Qwen3: frequencies of rotary embedding (transformers' numbers), masks of 4 dimensions
--- beside those of 2, windows, cached keys, parts, chunks, refusals. oracle/models_oracle.py compares logits, losses,
+-- Llama, Mistral, Qwen2 and Qwen3: frequencies of rotary embedding (transformers' numbers), masks of 4 and
+-- of 2 dimensions, windows, cached keys, parts, chunks, refusals. oracle/models_oracle.py compares logits, losses,
 -- gradients and training with transformers'.
 local ps = require "ps"
 local address = require("ps.nn.module").address

@@ -27,7 +27,7 @@ end
 --- Gradients of sum(y * p) for the inputs `wrt` (copies of `ins` become leaves on the device, of that type). How:
 ---   plain    leaves go into the op
 ---   twice    two backwards: the second adds to gradients that are there
----   inner    the inputs are computed from leaves, used by two calls and once more beside them: gradients meet inside
+---   inner    the inputs are computed from leaves, used by two calls and by one other op: gradients meet inside
 ---   strided  the op sees transposed views of the leaves
 ---   leaf     the leaves themselves have other strides, over two backwards
 ---   fp32     leaves sum their gradients in fp32, over two backwards

@@ -329,7 +329,7 @@ describe("examples/finetune.lua", function()
       local out, code = run(words)
       assert.truthy(code == 1 and out:find(want, 1, true), out)
       assert.is_nil(out:find("traceback", 1, true))
-      assert.is_nil(require "lfs".attributes(to))          -- nothing is left behind
+      assert.is_nil(require "lfs".attributes(to))          -- no folder remains
     end
   end)
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The interface of a device backend. The interface passes raw pointers, sizes and strides: a backend never sees a
- * tensor, a storage, the tape or Lua. A new backend needs a folder, a line in registry.c and a CMake option.
+ * tensor, a storage, the tape or Lua. A new backend needs a folder that ENGINE_SOURCES of CMakeLists.txt lists, and a
+ * line in registry.c.
  *
  * Order of work: a device has one compute stream. Kernels, copy_in, copy_out and clear run on this stream in the order
  * of the calls. Memory that one call used can therefore be reused by the next call without waiting. On a host device,
@@ -83,6 +84,10 @@ struct ps_backend {
     /* Returns the number of bytes that the system can still provide, or INT64_MAX if the number is unknown. The caller
      * rejects requests for more bytes, because the system would otherwise kill the process. */
     int64_t (*bytes_available)(ps_backend *be);
+    /* (optional; NULL means all of them) Returns how many of `reserved` bytes, the size of all regions of this process,
+     * bytes_available no longer counts. A system that provides memory when a byte is first written counts only written
+     * bytes. */
+    int64_t (*bytes_held)(ps_backend *be, int64_t reserved);
     /* (optional; NULL means memmove) Copy between host memory and the device. The caller can reuse the host memory when
      * the call returns. If the device's memory is host memory, source and destination may overlap. */
     int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes);
@@ -170,10 +175,7 @@ void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
 void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes);
 int64_t ps_host_region_move(ps_backend *be, void *to, void *from, size_t nbytes);
 int64_t ps_host_bytes_available(ps_backend *be);
-/* Returns the number of bytes of this process's regions, of `reserved` bytes in total, that ps_host_bytes_available no
- * longer counts. These are the bytes that have memory. If the limit of the address space is the strictest, they are all
- * bytes. */
-int64_t ps_host_bytes_held(int64_t reserved);
+int64_t ps_host_bytes_held(ps_backend *be, int64_t reserved);
 /* Returns a phrase that names the limit of host memory that would be reached first, such as "of its address space
  * (ulimit -v)". */
 const char *ps_host_limited_by(void);

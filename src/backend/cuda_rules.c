@@ -183,25 +183,6 @@ static int64_t squares(int n, const ps_view *x)
     return up(ps_cu_squares_nbytes(units));
 }
 
-static int64_t lamb(const ps_call *call)
-{
-    int64_t nbytes = 0;
-    for (int i = 0; i + 5 <= call->n_in; i += 5)
-        if (call->in[i].numel > 0) nbytes += up(ps_cu_lamb_nbytes(ps_cu_div_up(call->in[i].numel, PS_LAMB_UNIT)));
-    return nbytes;
-}
-static int64_t adafactor(const ps_call *call)
-{
-    int64_t nbytes = 0;
-    for (int i = 0; i + 5 <= call->n_in; i += 5) {
-        const ps_view *p = &call->in[i];
-        if (p->numel == 0) continue;
-        int64_t rows = p->ndim > 1 ? p->numel / ps_cu_last(p) : 1;
-        nbytes += up(ps_cu_factored_nbytes(rows, p->ndim > 1 ? rows / p->shape[p->ndim - 2] : 1));
-    }
-    return nbytes;
-}
-
 static int64_t linear_packed(const ps_call *call)
 {
     const ps_attrs_linear_packed *a = (const ps_attrs_linear_packed *)call->attrs;
@@ -253,8 +234,8 @@ int64_t ps_cuda_rules_scratch(const ps_cuda_card *card, const ps_call *call)
     case PS_OP_linear_grad: return linear_grad(card, call);
     case PS_OP_linear_gelu_backward: return linear_gelu_backward(card, call);
     case PS_OP_lm_loss: return lm_loss(card, call);
-    case PS_OP_lamb_: return lamb(call);
-    case PS_OP_adafactor_: return adafactor(call);
+    case PS_OP_lamb_: return up(ps_cu_lamb_workspace(call));
+    case PS_OP_adafactor_: return up(ps_cu_adafactor_workspace(call));
     case PS_OP_linear_packed: return linear_packed(call);
     default: return 0;
     }

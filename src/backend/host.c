@@ -218,7 +218,8 @@ static int64_t resident_nbytes(void)
     return kib >= 0 ? kib * 1024 : INT64_MAX;
 }
 
-int64_t ps_host_bytes_held(int64_t reserved)
+/* If the limit of the address space is the strictest, all bytes count. */
+int64_t ps_host_bytes_held(ps_backend *be, int64_t reserved)
 {
     const char *by;
     host_left(&by);

@@ -70,10 +70,11 @@ int ps_record_start(int64_t events)
         if (!larger) return ps_fail_nomem(nbytes);
         larger->smaller = r;
         larger->room = events;
-        atomic_store(&current, r = larger);
+        r = larger;
     }
     memset(r->events, 0, (size_t)events * sizeof *r->events);    /* also makes the ring's pages exist before the first
                                                                   * event */
+    atomic_store(&current, r);
     memset(totals, 0, sizeof totals);
     for (int32_t i = 0; i < depth && i < DEEPEST; i++) modules[i].began = 0;
     step.began = action.began = 0;
@@ -121,6 +122,7 @@ void ps_record_put_late(ps_record_event e)
     if (!r || e.begin_ns < atomic_load_explicit(&started_ns, memory_order_relaxed)) return;
     int64_t n = atomic_fetch_add_explicit(&taken, 1, memory_order_relaxed);
     int64_t most = atomic_load_explicit(&capacity, memory_order_relaxed);
+    if (most > r->room) most = r->room;                    /* r was replaced by a larger ring since it was read */
     ps_record_event *at = &r->events[n % most];
     e.number = 0;
     __atomic_store_n(&at->number, 0, __ATOMIC_RELAXED);

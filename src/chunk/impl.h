@@ -25,10 +25,10 @@ typedef struct member {
 typedef struct transfer {
     struct transfer *next;        /* next copy, in the order in which copies started */
     int32_t chunk;
-    /* heir: for a copy down, the chunk that will use the freed memory (see begin_fetch_behind), or -1 */
+    /* heir: for a copy down, the chunk that will use the freed memory (see begin_fetch_after), or -1 */
     int32_t heir;
     int8_t level;
-    /* behind: true for a copy up of an heir. It ends after the copy down that frees the heir's memory. */
+    /* true for a copy up of an heir. The copy ends after the copy down that frees the heir's memory. */
     bool up, behind;
     int64_t began_ns;             /* start of the copy's event in the record, or 0 */
     ps_copy *copy;                /* copy between device and host, or NULL */

@@ -137,7 +137,11 @@ static int region_remake(tier *at, int64_t nbytes, int64_t lacking, void **out, 
         int64_t n = last->nbytes / PS_MOVE_NBYTES * PS_MOVE_NBYTES;
         if (n > most - done) n = most - done;
         int64_t moved = at->be->region_move(at->be, (char *)*out + done, last->p, (size_t)n);
-        if (moved < 0) return (int)moved;
+        if (moved < 0) {
+            at->be->region_free(at->be, *out, (size_t)nbytes);
+            *out = NULL;
+            return (int)moved;
+        }
         done += moved;
         last->p = (char *)last->p + moved;
         last->nbytes -= moved;
@@ -329,7 +333,7 @@ static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_beh
  * caller computes. c is the heir of the evicted chunk. The copy engine starts the fetch when the copy down has ended.
  * transfer_end() then assigns the memory to c. If the copy down failed, the evicted chunk keeps the memory. Returns 1
  * if no chunk of the same size as c is being evicted. */
-static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
+static int begin_fetch_after(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
     while (x && !(x->level == t && !x->up && x->copy && x->heir < 0 && chunk_at(cs, x->chunk)->nbytes == c->nbytes))
@@ -347,7 +351,7 @@ int begin_fetch(ps_chunks *cs, chunk *c, int t)
     if (has_copy(c, t) && !c->transfer) return 0;
     if (c->transfer || c->writing || !has_copy(c, t + 1)) return 1;
     int rc = slot_take(cs, c, t);
-    if (rc == 1) return begin_fetch_behind(cs, c, t);
+    if (rc == 1) return begin_fetch_after(cs, c, t);
     if (rc != 0) return rc;
     rc = begin(cs, c, t, true);
     if (rc < 0) slot_drop(cs, c, t);

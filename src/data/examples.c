@@ -208,6 +208,15 @@ static uint64_t hash_of(const ps_examples *e)
     return both(hash, both(ps_xxh3(e->starts, (e->count + 1) * 8), ps_xxh3(e->weights, e->count * 4)));
 }
 
+/* Returns true if all examples are within the records. A checksum does not prove this: a program can write any numbers
+ * with a correct checksum. */
+static bool starts_are_valid(const ps_examples *e)
+{
+    if (e->starts[0] != 0 || e->starts[e->count] != e->tokens) return false;
+    for (int64_t i = 0; i < e->count; i++) if (e->starts[i] > e->starts[i + 1]) return false;
+    return true;
+}
+
 int ps_examples_open(const char *path, const uint64_t *key, ps_examples **out)
 {
     PS_NEED(path);
@@ -220,7 +229,8 @@ int ps_examples_open(const char *path, const uint64_t *key, ps_examples **out)
     if (map.nbytes < (int64_t)sizeof h) rc = ps_fail(PS_EFORMAT, "%s: the file is too short", path);
     if (rc == 0) rc = ps_map_read(&map, 0, &h, sizeof h);
     if (rc == 0 && (memcmp(h.magic, MAGIC, sizeof MAGIC) || h.sum != ps_xxh3(&h, (int64_t)offsetof(head, sum)) ||
-                    h.count < 0 || h.tokens < 0 || map.nbytes != file_nbytes(&h)))
+                    h.count < 0 || h.count > map.nbytes || h.tokens < 0 || h.tokens > map.nbytes ||
+                    map.nbytes != file_nbytes(&h)))
         rc = ps_fail(PS_EFORMAT, "%s: this is not a complete file of examples", path);
     if (rc == 0 && memcmp(h.key, key, sizeof h.key))
         rc = ps_fail(PS_ESTATE, "%s: the file has the examples of other data", path);
@@ -235,7 +245,7 @@ int ps_examples_open(const char *path, const uint64_t *key, ps_examples **out)
     e->wide = h.wide != 0, e->finished = true, e->count = h.count, e->tokens = h.tokens, e->hash = h.hash;
     memcpy(e->key, h.key, sizeof e->key);
     point(e);
-    if (hash_of(e) == e->hash) {
+    if (hash_of(e) == e->hash && starts_are_valid(e)) {
         *out = e;
         return 0;
     }

@@ -107,6 +107,17 @@ static int scan(ps_lines *l)
     return rc;
 }
 
+/* Returns true if the marks are ascending places in the text file. A checksum does not prove this: a program can write
+ * any numbers with a correct checksum. */
+static bool marks_are_valid(const head *h, const mark *marks)
+{
+    for (int64_t i = 0; i < h->nmarks; i++) {
+        mark before = i > 0 ? marks[i - 1] : (mark){ -1, 0 };
+        if (marks[i].at <= before.at || marks[i].at >= h->nbytes || marks[i].number <= before.number) return false;
+    }
+    return true;
+}
+
 /* Reads the marks from the file `index`. Returns 1 if the marks belong to this text file. Otherwise stores no marks and
  * returns 0, so that the caller scans the text file. Returns PS_ENOMEM if memory for the marks cannot be allocated. */
 static int read_marks(ps_lines *l, const char *index)
@@ -117,13 +128,13 @@ static int read_marks(ps_lines *l, const char *index)
     head h = { 0 };
     bool good = map.nbytes >= (int64_t)sizeof h && ps_map_read(&map, 0, &h, sizeof h) >= 0
         && memcmp(h.magic, MAGIC, sizeof MAGIC) == 0 && h.nbytes == l->map.nbytes && h.written == l->map.written
-        && h.changed == l->map.changed && h.count >= 0 && h.nmarks == (h.count + EACH - 1) / EACH
+        && h.changed == l->map.changed && h.count >= 0 && h.count <= h.nbytes && h.nmarks == (h.count + EACH - 1) / EACH
         && map.nbytes == (int64_t)sizeof h + h.nmarks * (int64_t)sizeof(mark);
     if (good && h.nmarks) {
         l->marks = ps_alloc((size_t)h.nmarks * sizeof(mark));
         if (!l->marks) rc = ps_fail_nomem((size_t)h.nmarks * sizeof(mark));
         good = rc >= 0 && ps_map_read(&map, sizeof h, l->marks, h.nmarks * (int64_t)sizeof(mark)) >= 0
-            && sum_of(&h, l->marks) == h.sum;
+            && sum_of(&h, l->marks) == h.sum && marks_are_valid(&h, l->marks);
     } else if (good) {
         good = sum_of(&h, NULL) == h.sum;
     }

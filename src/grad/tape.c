@@ -338,11 +338,16 @@ void tape_add_edge(ps_node *node, int i, ps_tensor *t)
     }
 }
 
+/* A chain of cheap ops is computed again by recursion, and all outputs of the chain exist at the same time. Hence every
+ * CHAIN_MOST outputs, one output of a chain is kept. */
+enum { CHAIN_MOST = 16 };
+
 /* Returns true if the tensor's producer can compute the tensor again, the tensor is large enough for this to be useful,
  * and no op has written to the tensor. */
 static bool is_cheap(const ps_tensor *t)
 {
     return t->node && !t->ctx->tape.keep_cheap && t->node->op >= 0 && t->node_out == 0 &&
+           t->node->cheap_depth < CHAIN_MOST &&
            (ps_op(t->node->op)->flags & PS_OPF_CHEAP) && !t->node->passed && t->storage->version == 0 &&
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
@@ -394,6 +399,7 @@ void ps_tape_record(ps_node *node, ps_tensor *const *in, ps_tensor **out)
         if (is_cheap(in[i])) {
             node->saved_in[i].cheap = in[i]->node;
             in[i]->node->refs++;
+            if (node->cheap_depth <= in[i]->node->cheap_depth) node->cheap_depth = in[i]->node->cheap_depth + 1;
         } else {
             node->saved_in[i] = (saved){ .t = ps_tensor_hold(in[i]), .version = in[i]->storage->version };
         }

@@ -58,6 +58,8 @@ struct ps_node {
     int holder_out;
     int64_t place;                 /* place of the call, recorded in anomaly mode */
     ps_tensor *again;              /* the recomputed output of a node with a cheap op, or NULL */
+    int cheap_depth;               /* length of the longest chain of cheap ops that must run again before this node's
+                                    * rule can read its inputs */
     ps_node *next_free;            /* next node in a list of nodes to free or to count */
     ps_storage **reads;            /* segment: [n_reads] parameters that the segment's function read */
     int n_reads;

@@ -723,9 +723,9 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
     if (!dst) t->storage->bytes.written = true;
     PS_TRY(check_has_data(t));
     if (!be->is_host) return ps_fail(PS_EUNSUP, "move the tensor to the cpu first: it is on %s", be->name);
-    if (first < 0 || numel < 0 || first + numel > t->numel_)
-        return ps_fail(PS_ERANGE, "elements %lld to %lld do not exist in a tensor of %lld elements", (long long)first,
-                       (long long)(first + numel), (long long)t->numel_);
+    if (first < 0 || numel < 0 || first > t->numel_ || numel > t->numel_ - first)
+        return ps_fail(PS_ERANGE, "%lld elements from element %lld on do not exist in a tensor of %lld elements",
+                       (long long)numel, (long long)first, (long long)t->numel_);
     if (numel == 0) return 0;
     void *p;
     PS_TRY(ps_storage_pin(t->storage, t->device_, dst ? PS_READ : PS_READ | PS_WRITE, &p));
@@ -756,8 +756,9 @@ int ps_tensor_read_f64(const ps_tensor *t, int64_t first, int64_t numel, double 
 
 int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double *src)
 {
+    PS_TRY(walk_f64(t, first, numel, NULL, src));
     t->storage->version++;
-    return walk_f64(t, first, numel, NULL, src);
+    return 0;
 }
 
 int ps_tensor_read_scalar(const ps_tensor *t, double *out)

@@ -6,6 +6,7 @@ local exact = require "ps.core.exact"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local wrap = require "ps.core.wrap"
+local write_file = require "ps.core.write_file"
 
 local entry = {}
 
@@ -116,11 +117,7 @@ function entry.page_name(title)
   return (name:lower():gsub("[^%w]+", "_"))
 end
 
-local function write(path, text)
-  local file = assert(io.open(path, "wb"))
-  file:write(text)
-  assert(file:close())
-end
+local function write(path, text) assert(write_file(path, text)) end
 
 --- Splits the reference into pages, one per section. Writes the pages into the folder `folder`/api, and a list of the
 --- pages into `folder`/api.md. If the file tools/site/examples/NAME.lua exists, page NAME begins with this example.

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scale of BMTrain's OptimManager (1.0.1). The optimizer of an engine uses it instead of ps.loss_scaler. An
--- overflow divides the scale by a factor, down to a minimum. After enough good steps, the scale is multiplied by the
+-- The loss scale of BMTrain's OptimManager (1.0.1). The optimizer of an engine uses it instead of ps.optim.loss_scaler.
+-- An overflow divides the scale by a factor, down to a minimum. After enough good steps, the scale is multiplied by the
 -- factor, up to a maximum.
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"

@@ -22,7 +22,7 @@
 --
 -- With `async`, the state is copied, and a thread writes the copy (checkpoints/background.lua). Rank 0 checks that the
 -- other ranks' files in the folder are complete, and then commits the checkpoint. Rank 0 commits between two steps, in
--- checkpoint.wait(), in the next save, or when the script ends.
+-- ps.checkpoints.wait(), in the next save, or when the script ends.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"

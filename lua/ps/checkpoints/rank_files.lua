@@ -221,7 +221,7 @@ end
 local RankFiles = setmetatable({}, { __index = Pieced })
 RankFiles.__index = RankFiles
 
---- Returns the tensors that consist of several pieces, so that ps.merge can assemble them.
+--- Returns the tensors that consist of several pieces, so that ps.checkpoints.merge can assemble them.
 ---@return table<string, {dtype: string, shape: integer[], pieces: {path: string, offset: integer[], shape: integer[],
 ---  at?: integer[]}[]}>
 function RankFiles:divided()

@@ -47,7 +47,7 @@ local SAVED = "ps.checkpoints.save writes the whole model in fp32 at every stage
   .. "share"
 local PLAN = "the plan keeps, fetches and drops chunks by the traced order and the budgets"
 local COPIES = "copies always overlap with computation, through chunk-sized buffers"
-local STATIC = "chunks use the memory that other tensors leave at each trace index; memory.device limits both"
+local STATIC = "chunks use the memory that other tensors leave at each moment; memory.device limits both"
 local PINNED = "host memory is pinned if there is a GPU"
 local OTHER = "belongs to an optimizer that does not exist here"
 
@@ -152,7 +152,8 @@ local sections = {
   } },
   { "memory.disk", "The third tier, which is one file that is removed at exit.", acts = SETUP, {
     { "path", T.path, nil, H, "folder for the file" },
-    { "limit", T.budget, nil, H, "largest size of the file (default: the bytes that the plan needs)" },
+    { "limit", T.budget, nil, H, "largest size of the file (default: the size of this process's share of the model "
+      .. "state, plus the space needed to make the model)" },
     { "checksums", T.boolean, false, H, "whether bytes read from the file are compared with the written bytes; damage "
       .. "is then an error" },
   } },
@@ -240,16 +241,18 @@ local sections = {
     { "consecutive_hysteresis", T.boolean, false, H, "whether a step without an overflow restores the whole "
       .. "hysteresis" },
     { "min_loss_scale", T.scale, 1, H, "the smallest scale" },
-    { "auto_cast", T.boolean, false, I, "models read token ids; there is no input to cast" },
-    { "fp16_master_weights_and_grads", T.boolean, false, R, "masters and the optimizer's state are fp32" },
+    { "auto_cast", T.boolean, false, I, "inputs are not cast; a script converts float inputs itself (x:to \"fp16\")" },
+    { "fp16_master_weights_and_grads", T.boolean, false, R, "masters are fp32" },
   } },
   { "bf16", "Training with bf16 parameters and fp32 masters.", {
     { "enabled", T.boolean, false, H, "whether to train in bf16", acts = SETTLED },
     { "check_grad_overflow", T.boolean, false, H, "whether a step is skipped if its gradients are not finite; it is "
       .. "off by default (in DeepSpeed on), because it needs all gradients before the first update", acts = SETUP },
     { "immediate_grad_update", T.boolean, false, I, "gradients are always accumulated as soon as they are computed" },
-    { "bf16_master_weights_and_grads", T.boolean, false, R, "masters are fp32" },
-    { "bf16_optimizer_states", T.boolean, false, R, "the optimizer's state is fp32" },
+    { "bf16_master_weights_and_grads", T.boolean, false, R, "masters have fp32 values; set memory.master = "
+      .. "\"remainder\" for smaller masters" },
+    { "bf16_optimizer_states", T.boolean, false, R, "optimizer.type selects the type of the states; set AdamWBF16 or "
+      .. "AdamW8bit for smaller states" },
   } },
   { "data_types", "", {
     { "grad_accum_dtype", T.dtype, nil, H, "dtype in which gradients are accumulated: fp32 or the parameters' dtype "

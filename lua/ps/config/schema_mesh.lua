@@ -27,9 +27,11 @@ return function(T)
         "the order of forwards and backwards", acts = ROW },
       { "virtual_stages", T.integer(1), nil, H, "number of virtual stages per process (default 1, or 2 with "
         .. "zb_v)", acts = ROW },
-      { "partition", T.string, "best", H, "how the model is cut. best selects the cut with the shortest simulated "
-        .. "step, uniform equal numbers of parts, and parameters equal numbers of parameters; any other text is "
-        .. "Megatron's layout string (docs/pipeline.md)", acts = ROW },
+      { "partition", T.string, "best", H, "how the model is cut. best and cost select the cut with the "
+        .. "shortest step by counted operations, and measured the cut with the shortest step by measured seconds. "
+        .. "uniform balances the numbers of parts, parameters the numbers of parameters, and type:NAME the numbers of "
+        .. "parts with a module of class NAME. Any other text is Megatron's layout string (docs/pipeline.md)",
+        acts = ROW },
       { "activation_checkpoint_interval", T.integer(0), 0, H, "1 has the same effect as recompute = true; with 0, "
         .. "recompute decides",
         check = function(value)

@@ -393,11 +393,13 @@ function Engine:take(request)
 end
 
 --- Creates an engine for a model, and its optimizer.
----@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function that returns a module, a module, or a table whose
----  fields are the arguments of this function. The table may have four more fields. `param_groups` are the groups of
----  parameters. `optimizer` is an unused optimizer of ps.optim for the parameters of `model`, and becomes the engine's
----  optimizer. `loss` is a function of the model's output and the batch. `example` is a batch in the form that the
----  model accepts; a pipeline uses it to count the cost of the model's parts before it cuts the model
+---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function that returns a module, a module, or a table with
+---  these fields. `model_func` is the function; a module that already exists is `model` instead. `local_rank`, `config`
+---  and `client` are the other arguments. `auto` has the values that replace "auto" in the configuration. If `quiet` is
+---  true, the engine prints neither plans nor notes. `param_groups` are the groups of parameters. `optimizer` is an
+---  unused optimizer of ps.optim for the parameters of `model`, and becomes the engine's optimizer. `loss` is a
+---  function of the model's output and the batch. `example` is a batch in the form that the model accepts; a pipeline
+---  uses it to count the cost of the model's parts before it cuts the model
 ---@param local_rank? integer|table|string the local rank, or the configuration if it is the second argument
 ---@param cfg? table|string the configuration: a table, or the path of a .lua or .json file (docs/config.md)
 ---@param client? table memory settings, for a module that already exists

@@ -188,13 +188,21 @@ local function show(self, r, to, line)
   if not ok then self.mute = "cannot write output" end
 end
 
+-- Checks the result of a write to a rank's log. If the write failed, reports it once, and writes no more to the log: a
+-- later write could succeed, and the log would lack lines in its middle.
+local function check_log(self, r, ok, why)
+  if ok then return end
+  r.log = nil
+  self.on_log_failure(r, why)
+end
+
 local function put(self, r, s, line)
   local marked = s.to == io.stderr and line:byte(1) == MARK
   if marked then
     line = line:sub(2)
     r.error, r.error_at = (r.error or "") .. line, now()
   end
-  if r.log then r.log:write(line) end
+  if r.log then check_log(self, r, r.log:write(line)) end
   keep(r.tail, line)
   if not marked then show(self, r, s.to, line) end
 end
@@ -258,7 +266,7 @@ end
 local function flush(self)
   if not io.stdout:flush() or not io.stderr:flush() then self.mute = self.mute or "cannot write output" end
   for _, r in ipairs(self.list) do
-    if r.log then r.log:flush() end
+    if r.log then check_log(self, r, r.log:flush()) end
   end
 end
 
@@ -423,11 +431,12 @@ end
 
 --- Runs one attempt until all its processes have ended, by themselves or because of a failure or signal.
 ---@param specs { rank: integer, local_rank: integer, env: table, command: string[], log: file*? }[]
----@param o { grace: number, prefix: boolean, on_failure: fun(r: table), on_signal: fun(name: string, again: boolean) }
+---@param o { grace: number, prefix: boolean, on_failure: fun(r: table), on_signal: fun(name: string, again: boolean),
+---  on_log_failure: fun(r: table, why: string) }
 ---@return { failure: table?, signal: integer?, again: boolean?, killed: integer?, mute: string?, all_well: boolean }
 function ranks.run(specs, o)
   local self = { list = {}, alive = 0, grace = o.grace, prefix = o.prefix, on_failure = o.on_failure,
-    on_signal = o.on_signal, all_well = true }
+    on_signal = o.on_signal, on_log_failure = o.on_log_failure, all_well = true }
   local ok, why = pcall(function()
     for _, spec in ipairs(specs) do
       self.list[#self.list + 1] = start(spec)

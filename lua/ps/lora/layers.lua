@@ -77,7 +77,7 @@ local function as(t, dtype) return t:dtype() == dtype and t or t:to(dtype) end
 local BLOCK = 2 ^ 21  -- number of the weight's elements that are squared at a time
 
 -- Returns the sum of squares of the weight's row for each output, as fp32 [O]. The sums are computed in every forward,
--- because an engine must use the same chunks at the same trace indices in all steps.
+-- because an engine must use the same chunks at the same moments in all steps.
 local function squares_of(layer)
   local weight = layer.weight
   local rows, width = weight:size(0), weight:size(1)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ModuleList and Sequential. As in PyTorch and in the names of parameters, items count from 0. list[-1] is the last
--- item. ipairs, pairs, unpack, table.insert and table.remove work on these lists (ps.lists). list:size() returns the
--- number of modules. #list is always 0, because LuaJIT calls no metamethod for the length of a table.
+-- item. ipairs, pairs, unpack, table.insert and table.remove work on these lists (ps.core.lists). list:size() returns
+-- the number of modules. #list is always 0, because LuaJIT calls no metamethod for the length of a table.
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local caller = require "ps.core.caller"

@@ -91,7 +91,7 @@ function handle.instance(methods, call)
       end
       rawget(self, ENGINE).module[key] = value
     end,
-    ps_module_of = function(self) return rawget(self, ENGINE).module end,       -- ps.lists reads it
+    ps_module_of = function(self) return rawget(self, ENGINE).module end,       -- ps.core.lists reads it
     __call = function(self, ...) return returned(self, call(rawget(self, ENGINE), ...)) end,
     __names = function(self)
       local names = { module = rawget(self, ENGINE).module }

@@ -3,8 +3,11 @@
 -- describe its parameter groups.
 local LINES = 10
 
----@param group {lr: number, betas?: number[], momentum?: number, eps?: number, weight_decay?: number}
+---@param number integer number of the group, counted from 1
+---@param group {kind: string, lr: number, betas?: number[], momentum?: number, eps?: number, weight_decay?: number}
 ---@param params ps.Tensor[]
+---@param named boolean whether the line contains the name of the group's optimizer
+---@return string
 local function line(number, group, params, named)
   local numel = 0
   for _, p in ipairs(params) do numel = numel + p:numel() end

@@ -251,7 +251,7 @@ end
 -- Converts an error of the script to a table. The message in the table contains the line of the script.
 local function explained(problem)
   local caller = require "ps.core.caller"
-  require "ps.tensor.pretty"                 -- caller.described shows values with it
+  local _ = package.loaded.ps and package.loaded.ps.pretty   -- sets caller.shown for caller.described
   local has_text = type(problem) == "string" or (debug.getmetatable(problem) or {}).__tostring ~= nil
   local text = caller.at(has_text and tostring(problem) or caller.described(problem))
   local place = caller.place(problem)

@@ -2,6 +2,7 @@
 -- Draws a profile with gnuplot, as SVG or PNG. There are two figures, as in PatrickStar. One figure shows the memory
 -- use of a tier over time. The other figure shows the tier of each chunk over time.
 local read = require "ps.profile.read"
+local write_file = require "ps.core.write_file"
 
 local draw = {}
 
@@ -32,9 +33,8 @@ local function gnuplot(path, lines, height)
     svg and "svg" or "pngcairo", height))
   table.insert(lines, 2, "set output " .. quote(path))
   local script, log = os.tmpname(), os.tmpname()
-  f = assert(io.open(script, "wb"))
-  f:write(table.concat(lines, "\n"), "\n")
-  f:close()
+  local done, problem = write_file(script, table.concat(lines, "\n") .. "\n")
+  if not done then error("cannot write " .. problem, 0) end
   local status = os.execute(("gnuplot '%s' >/dev/null 2>'%s'"):format(script, log))
   f = assert(io.open(log))
   local said = f:read "*a"

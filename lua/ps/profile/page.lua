@@ -2,6 +2,7 @@
 -- Writes a profile as a single HTML page: page.html with the profile's data inserted. The page loads no other files.
 local json = require("cjson").new()
 local paths = require "ps.paths"
+local write_file = require "ps.core.write_file"
 
 local page = {}
 
@@ -57,11 +58,8 @@ function page.write(self, path, tier)
   f:close()
   -- "<" is escaped, because a name that contains "</script>" would end the script of the page.
   local data = data_of(self, tier):gsub("<", "\\u003c")
-  f, why = io.open(path, "wb")
-  if not f then error("cannot write " .. why, 0) end
-  local ok, problem = f:write(before, data, after)
-  local closed, late = f:close()
-  if not (ok and closed) then error(("cannot write %s: %s"):format(path, problem or late), 0) end
+  local done, problem = write_file(path, before .. data .. after)
+  if not done then error("cannot write " .. problem, 0) end
 end
 
 return page

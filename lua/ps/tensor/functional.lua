@@ -493,8 +493,10 @@ end
 ---@return ps.Tensor weights [B, H, T, S] in the type of q, after dropout
 function F.attention_weights(q, k, v, options)
   options = caller.options(options, "F.attention_weights", ATTENTION)
-  for name, x in pairs { q = q, k = k, v = v } do
-    if x:dim() ~= 4 then
+  for name, x in pairs { q = q or false, k = k or false, v = v or false } do
+    if not caller.tensor(x or nil, "F.attention_weights", name) then
+      error(("F.attention_weights: %s is missing"):format(name))
+    elseif x:dim() ~= 4 then
       error(("F.attention_weights: %s is [%s]; it must be [B, H, T, D]"):format(name, table.concat(x:shape(), ", ")))
     end
   end

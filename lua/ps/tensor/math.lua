@@ -618,6 +618,7 @@ end
 ---@return ps.Tensor self
 function T:add_(x, alpha)
   check_in_place(self, x, "add_")
+  if alpha ~= nil then caller.typed(alpha, "number", "add_: alpha") end
   keeps_type(self, alpha, "add_")
   if type(x) == "number" then ops.copy_(self, affine(self, 1, x * (alpha or 1)))
   elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim and

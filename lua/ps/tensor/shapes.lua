@@ -252,7 +252,7 @@ end
 ---@param other ps.Tensor [N]
 ---@return ps.Tensor of 0 dimensions
 function T:dot(other)
-  if self.ndim ~= 1 or given(other, "dot", "the other vector").ndim ~= 1 or other:size(0) ~= self:size(0) then
+  if given(other, "dot", "the other vector").ndim ~= 1 or self.ndim ~= 1 or other:size(0) ~= self:size(0) then
     error(("dot takes two vectors of one length, not [%s] and [%s]"):format(table.concat(self:shape(), ", "),
       table.concat(other:shape(), ", ")))
   end

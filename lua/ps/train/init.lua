@@ -169,7 +169,7 @@ end
 --- model computes it). stop: called before each batch except the first; if it returns true, the evaluation ends
 ---@return number? loss nil if `stop` returned true on any rank, or if all targets are ignored
 ---@return number? accuracy the fraction of targets with the largest logit of their row (if several logits are equal and
---- largest, the first of them counts). nil if the loss is not computed by F.cross_entropy, F.lm_loss or F.nll_loss
+--- largest, the first of them counts). nil if no op of the loss counts hits (docs/monitoring.md)
 function train.evaluate(model, batches, options)
   options = caller.options(options, "ps.train.evaluate", EVALUATE)
   caller.typed(model, "table", "ps.train.evaluate: the model")

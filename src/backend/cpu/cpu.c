@@ -209,6 +209,7 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     be->region_discard = ps_host_region_discard;
     be->region_move = ps_host_region_move;
     be->bytes_available = ps_host_bytes_available;
+    be->bytes_held = ps_host_bytes_held;
     be->copy_in = be->copy_out = ps_cpu_copy;
     be->load = ps_cpu_load;
     fill_kernels(set, be->kernel);

@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Adafactor and LAMB, whose updates depend on sums over the whole tensor. ref/update.c has the formulas and their
  * sources. Sums are computed in double. Each row is summed from left to right, and the sums of the rows are added in
- * order. Hence the result does not depend on the number of threads. */
+ * order. Hence the result does not depend on the number of threads.
+ *
+ * The kernels allocate the workspace of the largest tensor before they change the first one. If memory is short, a call
+ * therefore fails without any change, and can be repeated. */
 #include <math.h>
 #include "backend/cpu/cpu.h"
 #include "base/error.h"
@@ -159,18 +162,31 @@ static void adafactor(const factored *f)
         }
 }
 
+static factored factored_of(const ps_call *call, int n)
+{
+    const ps_view *in = &call->in[n];
+    factored f = { .a = call->attrs, .in = in, .batch = 1, .R = 1, .C = in->numel, .matrix = in->ndim > 1 };
+    if (f.matrix && in->numel > 0)
+        f.R = in->shape[in->ndim - 2], f.C = in->shape[in->ndim - 1], f.batch = in->numel / (f.R * f.C);
+    return f;
+}
+
 int ps_cpu_adafactor(ps_call *call)
 {
     for (int n = 0; n + 5 <= call->n_in; n += 5) if (!known(&call->in[n], 5)) return PS_EUNSUP;
+    int64_t rows = 1, batch = 1;
     for (int n = 0; n + 5 <= call->n_in; n += 5) {
-        const ps_view *in = &call->in[n];
-        factored f = { .a = call->attrs, .in = in, .batch = 1, .R = 1, .C = in->numel, .matrix = in->ndim > 1 };
-        if (in->numel == 0) continue;
-        if (f.matrix) f.R = in->shape[in->ndim - 2], f.C = in->shape[in->ndim - 1], f.batch = in->numel / (f.R * f.C);
-        f.by_row = call->scratch(call, (size_t)(f.batch * f.R) * sizeof *f.by_row);
-        f.row_mean = call->scratch(call, (size_t)f.batch * sizeof *f.row_mean);
-        if (!f.by_row || !f.row_mean) return PS_ENOMEM;
-        if (!call->dry) adafactor(&f);
+        factored f = factored_of(call, n);
+        if (f.batch * f.R > rows) rows = f.batch * f.R;
+        if (f.batch > batch) batch = f.batch;
+    }
+    double *by_row = call->scratch(call, (size_t)rows * sizeof *by_row);
+    double *row_mean = call->scratch(call, (size_t)batch * sizeof *row_mean);
+    if (!by_row || !row_mean) return PS_ENOMEM;
+    for (int n = 0; n + 5 <= call->n_in && !call->dry; n += 5) {
+        factored f = factored_of(call, n);
+        f.by_row = by_row, f.row_mean = row_mean;
+        if (f.in->numel > 0) adafactor(&f);
     }
     return 0;
 }
@@ -215,11 +231,14 @@ int ps_cpu_lamb(ps_call *call)
                .inv1 = (float)(1 / bias1), .inv2 = (float)(1 / sqrt(bias2)), .eps = (float)a->eps,
                .wd = (float)a->weight_decay };
     for (int n = 0; n + 5 <= call->n_in; n += 5) if (!known(&call->in[n], 5)) return PS_EUNSUP;
+    size_t units = 1;
     for (int n = 0; n + 5 <= call->n_in; n += 5) {
-        size_t units = (size_t)(call->in[n].numel + PS_LAMB_UNIT - 1) / PS_LAMB_UNIT;
-        double *sums = call->scratch(call, (2 * units + 1) * sizeof *sums);
-        if (!sums) return PS_ENOMEM;
-        if (!call->dry) lamb_tensor(a, &h, &call->in[n], sums, sums + units);
+        size_t own = (size_t)(call->in[n].numel + PS_LAMB_UNIT - 1) / PS_LAMB_UNIT;
+        if (own > units) units = own;
     }
+    double *sums = call->scratch(call, 2 * units * sizeof *sums);
+    if (!sums) return PS_ENOMEM;
+    for (int n = 0; n + 5 <= call->n_in && !call->dry; n += 5)
+        lamb_tensor(a, &h, &call->in[n], sums, sums + units);
     return 0;
 }

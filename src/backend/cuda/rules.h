@@ -6,6 +6,7 @@
 #define PS_CUDA_RULES_H
 #include "backend/backend.h"
 #include "backend/dims.h"
+#include "base/update.h"
 
 /* Properties of a card that the rules use. */
 typedef struct ps_cuda_card {
@@ -73,6 +74,28 @@ static inline int64_t ps_cu_squares_nbytes(int64_t units) { return (units + 1) *
 static inline int64_t ps_cu_lamb_nbytes(int64_t units) { return (2 * units + 2) * 8; }
 /* rows: number of rows, summed over the matrices of a tensor. batch: number of matrices. */
 static inline int64_t ps_cu_factored_nbytes(int64_t rows, int64_t batch) { return (rows + 2 + batch) * 8; }
+/* Return the size in bytes of the workspace of a call, which is that of its largest tensor. */
+static inline int64_t ps_cu_lamb_workspace(const ps_call *call)
+{
+    int64_t largest = 0;
+    for (int i = 0; i + 5 <= call->n_in; i += 5) {
+        int64_t nbytes = ps_cu_lamb_nbytes(ps_cu_div_up(call->in[i].numel, PS_LAMB_UNIT));
+        if (call->in[i].numel > 0 && nbytes > largest) largest = nbytes;
+    }
+    return largest;
+}
+static inline int64_t ps_cu_adafactor_workspace(const ps_call *call)
+{
+    int64_t largest = 0;
+    for (int i = 0; i + 5 <= call->n_in; i += 5) {
+        const ps_view *p = &call->in[i];
+        if (p->numel == 0) continue;
+        int64_t rows = p->ndim > 1 ? p->numel / ps_cu_last(p) : 1;
+        int64_t nbytes = ps_cu_factored_nbytes(rows, p->ndim > 1 ? rows / p->shape[p->ndim - 2] : 1);
+        if (nbytes > largest) largest = nbytes;
+    }
+    return largest;
+}
 
 /* -- embeddings (table.cu) ----------------------------------------------------------------------------------------- */
 enum { PS_CU_HOT = 64 };                       /* a row with more positions is hot: a whole block sums it */

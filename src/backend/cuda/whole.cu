@@ -83,11 +83,9 @@ template <class A> KERNEL_UP_TO(THREADS) lamb_kernel(lamb_constants h, item it, 
     }
 }
 
-template <class A> static int lamb_tensor(ps_call *call, const lamb_constants &h, const item &it)
+template <class A> static int lamb_tensor(const lamb_constants &h, const item &it, double *sums)
 {
     int64_t units = ps_cu_div_up(it.numel, PS_LAMB_UNIT);
-    double *sums = (double *)call->scratch(call, (size_t)ps_cu_lamb_nbytes(units));
-    if (!sums) return PS_ENOMEM;
     double *totals = sums + 2 * units;
     PS_LAUNCH(lamb_sums_kernel<A>, unit_blocks(units), THREADS, 0, ps_cu->compute, h, it, sums, units);
     for (int k = 0; k < 2; k++)
@@ -105,9 +103,13 @@ static int lamb_(ps_call *call)
                          1 / bias1, 1 / sqrt(bias2), a->eps, a->weight_decay, a->lr,
                          a->weight_decay != 0 || a->always_adapt, a->trust_clip != 0 };
     work w = collect(call, 5, UNIT);
+    int64_t nbytes = ps_cu_lamb_workspace(call);
+    if (nbytes == 0) return 0;
+    double *sums = (double *)call->scratch(call, (size_t)nbytes);
+    if (!sums) return PS_ENOMEM;
     for (int i = 0; i < w.n; i++) {
-        if (w.it[i].master_type == PS_F64) PS_TRY(lamb_tensor<double>(call, h, w.it[i]));
-        else PS_TRY(lamb_tensor<float>(call, h, w.it[i]));
+        if (w.it[i].master_type == PS_F64) PS_TRY(lamb_tensor<double>(h, w.it[i], sums));
+        else PS_TRY(lamb_tensor<float>(h, w.it[i], sums));
     }
     return 0;
 }
@@ -230,11 +232,9 @@ template <class A> KERNEL_UP_TO(THREADS) adafactor_kernel(const __grid_constant_
     }
 }
 
-template <class A> static int adafactor_tensor(ps_call *call, const ps_attrs_adafactor_ &a, factored f)
+template <class A> static int adafactor_tensor(const ps_attrs_adafactor_ &a, factored f)
 {
     int64_t rows = f.batch * f.R;
-    f.by_row = (double *)call->scratch(call, (size_t)ps_cu_factored_nbytes(rows, f.batch));
-    if (!f.by_row) return PS_ENOMEM;
     double *totals = f.by_row + rows;
     f.row_mean = totals + 2;
     unsigned by_rows = row_blocks(rows);
@@ -256,16 +256,20 @@ static int adafactor_(ps_call *call)
 {
     const ps_attrs_adafactor_ *a = (const ps_attrs_adafactor_ *)call->attrs;
     double take = pow((double)a->t, a->beta2_decay);
+    int64_t nbytes = ps_cu_adafactor_workspace(call);
+    if (nbytes == 0) return 0;
+    double *by_row = (double *)call->scratch(call, (size_t)nbytes);
+    if (!by_row) return PS_ENOMEM;
     for (int n = 0; n + 5 <= call->n_in; n += 5) {
         const ps_view *in = &call->in[n];
         if (in->numel == 0) continue;
         ps_call one = *call;
         one.in = in, one.n_in = 5;
         factored f = { collect(&one, 5, UNIT).it[0], 1, 1, in->numel, in->ndim > 1, a->hugging_face != 0,
-                       a->grad_scale, a->eps1, take, NULL, NULL };
+                       a->grad_scale, a->eps1, take, by_row, NULL };
         if (f.matrix) f.R = in->shape[in->ndim - 2], f.C = in->shape[in->ndim - 1], f.batch = in->numel / (f.R * f.C);
-        if (in[1].dtype == PS_F64) PS_TRY(adafactor_tensor<double>(call, *a, f));
-        else PS_TRY(adafactor_tensor<float>(call, *a, f));
+        if (in[1].dtype == PS_F64) PS_TRY(adafactor_tensor<double>(*a, f));
+        else PS_TRY(adafactor_tensor<float>(*a, f));
     }
     return 0;
 }

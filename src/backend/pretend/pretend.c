@@ -42,6 +42,7 @@ static void region_free(ps_backend *be, void *p, size_t nbytes) {}
 static void region_discard(ps_backend *be, void *p, size_t nbytes) {}
 static int region_commit(ps_backend *be, void *p, size_t nbytes) { return 0; }
 static int64_t bytes_available(ps_backend *be) { return ((pretend_backend *)be)->nbytes; }
+static int64_t bytes_held(ps_backend *be, int64_t reserved) { return 0; }      /* bytes_available counts all bytes */
 static int copy_in(ps_backend *be, void *dst, const void *host_src, size_t nbytes) { return 0; }
 static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbytes) { return 0; }
 static int clear(ps_backend *be, void *dst, size_t nbytes) { return 0; }
@@ -127,6 +128,7 @@ int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, const
     if (be->is_host) as_host(be);
     else as_device(be, real, gpu);
     be->bytes_available = bytes_available;
+    be->bytes_held = bytes_held;
     be->scratch_nbytes = scratch_nbytes;
     be->host_carries = true;
     for (int op = 0; op < PS_OP_COUNT; op++) be->kernel[op] = be->is_host ? real->kernel[op] : compute_nothing;

@@ -122,6 +122,7 @@ int ps_backend_ref_open(ps_backend **out)
     be->region_discard = ps_host_region_discard;
     be->region_move = ps_host_region_move;
     be->bytes_available = ps_host_bytes_available;
+    be->bytes_held = ps_host_bytes_held;
     be->close = close_ref;
 #define REF_FILL_1(name)
 #define REF_FILL_0(name) be->kernel[PS_OP_##name] = ref_##name;

@@ -327,15 +327,30 @@ static void adafactor(const factored *f)
         ref_master_put(in, i, ref_master_get(in, i) * keep - alpha / divisor * factored_update(f, i));
 }
 
+static factored factored_of(const ps_call *call, int n)
+{
+    const ps_view *in = &call->in[n];
+    factored f = { .a = call->attrs, .in = in, .batch = 1, .R = 1, .C = in->numel, .matrix = in->ndim > 1 };
+    if (f.matrix && in->numel > 0)
+        f.R = in->shape[in->ndim - 2], f.C = in->shape[in->ndim - 1], f.batch = in->numel / (f.R * f.C);
+    return f;
+}
+
+/* Like ref_muon_, allocates the workspace of the largest tensor before the first tensor changes. If memory is short,
+ * the call fails without any change, and can be repeated. */
 int ref_adafactor_(ps_call *call)
 {
+    int64_t batch = 1;
+    double *row_mean;
     for (int n = 0; n + 5 <= call->n_in; n += 5) {
-        const ps_view *in = &call->in[n];
-        factored f = { .a = call->attrs, .in = in, .batch = 1, .R = 1, .C = in->numel, .matrix = in->ndim > 1 };
-        if (in->numel == 0) continue;
-        if (f.matrix) f.R = in->shape[in->ndim - 2], f.C = in->shape[in->ndim - 1], f.batch = in->numel / (f.R * f.C);
-        if (ref_scratch(call, f.batch, &f.row_mean) < 0) return PS_ENOMEM;
-        adafactor(&f);
+        factored f = factored_of(call, n);
+        if (f.batch > batch) batch = f.batch;
+    }
+    if (ref_scratch(call, batch, &row_mean) < 0) return PS_ENOMEM;
+    for (int n = 0; n + 5 <= call->n_in; n += 5) {
+        factored f = factored_of(call, n);
+        f.row_mean = row_mean;
+        if (f.in->numel > 0) adafactor(&f);
     }
     return 0;
 }
@@ -355,13 +370,10 @@ static void product(double *dst, double alpha, const double *a, const double *b,
 }
 
 /* Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"), computed in double. */
-static int muon(ps_call *call, const ps_view *in)
+static void muon(const ps_attrs_muon_ *a, const ps_view *in, double *x, double *y, double *gram, double *poly)
 {
-    const ps_attrs_muon_ *a = call->attrs;
     int64_t rows = in->shape[0], cols = in->shape[1], R = rows < cols ? rows : cols, C = rows < cols ? cols : rows;
-    double *x, *y, *gram, *poly, sum = 0;
-    if (ref_scratch(call, R * C, &x) < 0 || ref_scratch(call, R * C, &y) < 0 || ref_scratch(call, R * R, &gram) < 0 ||
-        ref_scratch(call, R * R, &poly) < 0) return PS_ENOMEM;
+    double sum = 0;
     for (int64_t i = 0; i < in->numel; i++) {
         double g = ref_load(&in[2], i) * a->grad_scale, m = ref_load(&in[3], i);
         m += (1 - a->momentum) * (g - m);
@@ -382,12 +394,21 @@ static int muon(ps_call *call, const ps_view *in)
     double rate = a->lr * ps_muon_ratio(a->adjust, rows, cols), keep = 1 - a->lr * a->weight_decay;
     for (int64_t i = 0; i < in->numel; i++)
         ref_master_put(in, i, ref_master_get(in, i) * keep - rate * x[rows > cols ? i % cols * C + i / cols : i]);
-    return 0;
 }
 
 int ref_muon_(ps_call *call)
 {
+    int64_t all = 1, square = 1;
+    double *x, *y, *gram, *poly;
+    for (int n = 0; n + 4 <= call->n_in; n += 4) {
+        const int64_t *shape = call->in[n].shape;
+        int64_t R = shape[0] < shape[1] ? shape[0] : shape[1];
+        if (call->in[n].numel > all) all = call->in[n].numel;
+        if (R * R > square) square = R * R;
+    }
+    if (ref_scratch(call, all, &x) < 0 || ref_scratch(call, all, &y) < 0 || ref_scratch(call, square, &gram) < 0 ||
+        ref_scratch(call, square, &poly) < 0) return PS_ENOMEM;
     for (int n = 0; n + 4 <= call->n_in; n += 4)
-        if (call->in[n].numel > 0 && muon(call, &call->in[n]) < 0) return PS_ENOMEM;
+        if (call->in[n].numel > 0) muon(call->attrs, &call->in[n], x, y, gram, poly);
     return 0;
 }

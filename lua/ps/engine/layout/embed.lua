@@ -35,6 +35,8 @@ function embed.is_table(entry)
 end
 
 ---@param tables ps.engine.Table[]
+---@param entry {name: string, places: table[]}
+---@param param ps.Tensor
 function embed.add(tables, entry, param)
   tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
 end

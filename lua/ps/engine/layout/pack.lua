@@ -2,10 +2,11 @@
 -- Assigns tensors to positions in chunks, and chooses the size of chunks. All functions are pure, so equal arguments
 -- give equal results on all ranks.
 --
--- Packing. The list of tensors is sorted by first use. The tensors are divided into groups, and a chunk contains
--- tensors of only one group. The tensors of a group have the same dtype, optimizer states and virtual stage. In
--- addition, either all or none of them train, stay on the rank after a gather, and have their bytes in a file of the
--- user. All kinds of chunks of a group (parameter, master, averages) have the same layout.
+-- Packing. The list of tensors is in the order of registration, which is assumed to be the order of first use. The
+-- tensors are divided into groups, and a chunk contains tensors of only one group. The tensors of a group have the same
+-- dtype, optimizer states and virtual stage. In addition, either all or none of them train, stay on the rank after a
+-- gather, and have their bytes in a file of the user. All kinds of chunks of a group (parameter, master, averages) have
+-- the same layout.
 --
 -- A tensor is placed in the newest chunk of its group if this chunk has room, and otherwise in a new chunk. Therefore
 -- tensors that are used one after the other are in the same chunk, and one fetch moves them together. A tensor that is
@@ -92,8 +93,8 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 
 ---@class ps.layout.Layout
 ---@field chunk_size integer requested chunk size in elements, rounded up to a multiple of UNIT
----@field groups ps.layout.Group[] in order of first use
----@field chunks ps.layout.Chunk[] in order of first use
+---@field groups ps.layout.Group[] in the order of their first tensors
+---@field chunks ps.layout.Chunk[] in the order of their first tensors
 ---@field numel integer
 ---@field used integer
 ---@field waste integer numel - used

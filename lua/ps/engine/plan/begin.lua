@@ -52,7 +52,7 @@ local function begin_like(engine, key, id)
 end
 
 -- Raises an error that asks for smaller chunks, if smaller chunks may help. An op's chunks may have room only because
--- the other tensors need less memory at the trace index of the op than at their peak. In this case, the same memory is
+-- the other tensors need less memory at the moment of the op than at their peak. In this case, the same memory is
 -- used alternately for chunks and for other tensors in every step.
 local function rather_smaller(engine, forecast)
   local short = forecast.short

@@ -57,14 +57,14 @@ end
 ---@field gathers integer number of stripes that a step gathers from other processes
 ---@field gathered integer total size in bytes of the gathered stripes
 ---@field short? ps.engine.Short the first op whose chunks have room only because the other tensors need less memory at
----  the trace index of this op than at their peak
+---  the moment of this op than at their peak
 
 ---@class ps.engine.Short
 ---@field tier string
 ---@field wanted integer total size in bytes of the chunks that the op needs on the tier at once
 ---@field left integer bytes that remain for chunks on this tier when the other tensors of the step are at their peak
 
--- Returns the first op whose chunks have room only because the other tensors need little memory at the trace index of
+-- Returns the first op whose chunks have room only because the other tensors need little memory at the moment of
 -- this op. Returns nil if there is no such op.
 local function short_of(out, info)
   if out.wanted == 0 then return nil end

@@ -11,6 +11,7 @@ local KEY = { device = "memory.device", host = "memory.host", disk = "memory.dis
 
 --- Returns two results: the number of bytes that this process needs per trained parameter, and the number per frozen
 --- parameter. If ranks share the state, the results are averages over the ranks.
+---@param options {precision: string, grads: boolean, grad_dtype: string, state_bytes: number} of build.place
 ---@param stage integer zero_optimization.stage
 ---@param size integer number of processes
 function shortage.bytes_each(options, stage, size)

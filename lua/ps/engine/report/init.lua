@@ -2,9 +2,9 @@
 -- Writes a line every `steps_per_print` steps. The line contains the loss, the accuracy, the learning rate, the loss
 -- scale, the seconds per step, and the number of bytes moved between tiers. Rank 0 writes the line. Its loss is the
 -- mean over all ranks. Accuracy is the fraction of positions in which the target has the largest logit. It is reported
--- if F.cross_entropy, F.lm_loss or F.nll_loss computes the loss. wall_clock_breakdown adds the seconds of forward,
--- backward and step. It also adds PatrickStar's two speeds: operations per second of this process, and samples per
--- second of all processes. memory_breakdown adds lines about memory.
+-- if an op of the loss counts hits (docs/monitoring.md). wall_clock_breakdown adds the seconds of forward, backward and
+-- step. It also adds PatrickStar's two speeds: operations per second of this process, and samples per second of all
+-- processes. memory_breakdown adds lines about memory.
 --
 -- The numbers of each step are also sent to the monitors (ps.monitor). flops_profiler reports the costs of one step,
 -- and comms_logger counts the calls between ranks. An engine without any of these settings has no report.

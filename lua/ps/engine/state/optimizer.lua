@@ -139,7 +139,7 @@ end
 
 --- For each parameter in `list`, returns the sum of squares of its gradient. Must be called after norm() in the same
 --- step.
----@param list {row: ps.engine.Row}[]
+---@param list {row: table}[] row: an element of built.list (ps.engine.Built)
 ---@return number[]
 function Optimizer:squares(list) -- luacheck: no self
   local squares = {}
@@ -271,10 +271,11 @@ end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
 function Optimizer:set_updates(i, t) native.check(C.ps_engine_set_param_steps(native.ctx, i - 1, t)) end
 
---- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}. n is a parameter's
---- index, from 0, in the order of groups. For SGD, an entry contains momentum_buffer. If `model` is given, returns the
---- form of ps.checkpoints instead, which is {tensors by name, values}. The tensors belong to the engine. The script
---- must save them before the next step. Masters are part of model:state_dict(), and not of this state.
+--- Returns the state in PyTorch's form: {state = {[n] = entry}, param_groups}. n is a parameter's index, from 0, in the
+--- order of groups. An entry contains `step` and the states of the optimizer, such as exp_avg and exp_avg_sq of AdamW
+--- (docs/optimizers.md). If `model` is given, returns the form of ps.checkpoints instead, which is {tensors by name,
+--- values}. The tensors belong to the engine. The script must save them before the next step. Masters are part of
+--- model:state_dict(), and not of this state.
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)

@@ -2,6 +2,7 @@
 -- Draws a pipeline's table as text, as SVG, or as PNG (with gnuplot). Each rank has a lane that shows its actions over
 -- time. Below the lane is the number of (virtual stage, micro-batch) pairs that the rank holds.
 local caller = require "ps.core.caller"
+local write_file = require "ps.core.write_file"
 
 local picture = {}
 
@@ -162,9 +163,8 @@ function picture.png(path, t, course)
   end
   out[#out + 1] = "plot -1 notitle"
   local script = os.tmpname()
-  local f = assert(io.open(script, "w"))
-  f:write(table.concat(out, "\n"), "\n")
-  f:close()
+  local done, why = write_file(script, table.concat(out, "\n") .. "\n")
+  if not done then return nil, "cannot write " .. why end
   local status = os.execute(("gnuplot '%s' >/dev/null 2>&1"):format(script))
   os.remove(script)
   if status ~= 0 then return nil, "gnuplot failed" end

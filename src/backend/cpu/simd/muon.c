@@ -24,7 +24,7 @@ enum {
  * Hence the last product of an iteration adds x without a factor. */
 typedef struct matrices {
     ps_call *call;
-    ps_gemm_space space;
+    ps_gemm_space *space;
     int type;                         /* type of the operands of the products */
     int64_t R, C;                     /* sizes of X, with R <= C */
     void *x, *y, *gram, *poly;        /* x and y are [R, C]; gram and poly are [R, R] */
@@ -84,7 +84,7 @@ static int block(matrices *m, float *dst, void *a, int64_t K, int64_t i0, int64_
     g.b = is_x ? (ps_mat){ at(m, a, j0 * K), m->type, K, cols, 1, K }
                : (ps_mat){ at(m, a, j0), m->type, K, cols, K, 1 };
     g.dst = (ps_mat){ dst + i0 * m->R + j0, PS_F32, rows, cols, m->R, 1 };
-    return ps_cpu_gemm_run(&m->space, &g);
+    return ps_cpu_gemm_run(m->space, &g);
 }
 /* Computes the lower half of dst [R, R] = a a^T, and the upper halves of the diagonal blocks. */
 static int lower(matrices *m, float *dst, void *a, int64_t K)
@@ -172,7 +172,7 @@ static int iterate(matrices *m, const ps_attrs_muon_ *a)
     g.a = (ps_mat){ m->poly, m->type, R, R, R, 1 };
     g.b = (ps_mat){ m->x, m->type, R, C, C, 1 };
     g.dst = (ps_mat){ m->y, m->type, R, C, C, 1 };
-    PS_TRY(ps_cpu_gemm_run(&m->space, &g));
+    PS_TRY(ps_cpu_gemm_run(m->space, &g));
     m->scale *= m->q;
     void *swap = m->x;
     m->x = m->y, m->y = swap;
@@ -276,41 +276,95 @@ static void end_some_rows(const matrices *m, const matrix *p, float keep, float 
     else end_rows(m, p, keep, rate, first, n, PS_F16, PS_F32);
 }
 
-static int update(ps_call *call, const matrix *p)
+/* The pieces of the workspace. All matrices of a call use the same workspace, one after another. */
+enum { BY_ROW, X, Y, GRAM, POLY, SUMS, PIECES };
+typedef struct workspace {
+    size_t nbytes[PIECES];
+    void *piece[PIECES];
+    ps_gemm_space space;
+} workspace;
+
+static matrix matrix_of(const ps_call *call, const struct work *w, int i)
+{
+    const int64_t *shape = call->in[4 * i].shape;
+    return (matrix){ .it = w->item[i], .rows = shape[0], .cols = shape[1], .turned = shape[0] > shape[1] };
+}
+static int type_of(const matrix *p)
+{
+    return p->it.param_dtype == PS_BF16 && ps_cpu_gemm_native(PS_BF16) ? PS_BF16 : PS_F32;
+}
+/* Increases the sizes of the pieces to the sizes that a parameter needs. */
+static void make_room(workspace *ws, const matrix *p)
+{
+    int64_t R = p->turned ? p->cols : p->rows, C = p->turned ? p->rows : p->cols;
+    size_t all = (size_t)(R * C), square = (size_t)(R * R), size = type_of(p) == PS_F32 ? 4 : 2;
+    size_t nbytes[PIECES] = { [BY_ROW] = (size_t)p->rows * sizeof(double), [X] = all * size, [Y] = all * size,
+                             [GRAM] = square * size, [POLY] = square * size, [SUMS] = size == 4 ? 0 : all * 4 };
+    for (int k = 0; k < PIECES; k++) if (nbytes[k] > ws->nbytes[k]) ws->nbytes[k] = nbytes[k];
+}
+static matrices matrices_of(ps_call *call, workspace *ws, const matrix *p)
 {
     const struct ps_attrs_muon_ *a = call->attrs;
-    int64_t rows = p->rows, cols = p->cols;
-    matrices m = { .call = call, .space = { .call = call }, .R = rows < cols ? rows : cols,
-                   .C = rows < cols ? cols : rows, .scale = 1,
-                   .type = p->it.param_dtype == PS_BF16 && ps_cpu_gemm_native(PS_BF16) ? PS_BF16 : PS_F32 };
-    size_t all = (size_t)(m.R * m.C), square = (size_t)(m.R * m.R), size = m.type == PS_F32 ? 4 : 2;
-    double *by_row = call->scratch(call, (size_t)rows * sizeof *by_row);
-    m.x = call->scratch(call, all * size), m.y = call->scratch(call, all * size);
-    m.gram = call->scratch(call, square * size), m.poly = call->scratch(call, square * size);
-    m.sums = m.type == PS_F32 ? m.y : call->scratch(call, all * 4);
-    if (!by_row || !m.x || !m.y || !m.gram || !m.poly || !m.sums) return PS_ENOMEM;
+    matrices m = { .call = call, .space = &ws->space, .type = type_of(p), .R = p->turned ? p->cols : p->rows,
+                   .C = p->turned ? p->rows : p->cols, .x = ws->piece[X], .y = ws->piece[Y], .gram = ws->piece[GRAM],
+                   .poly = ws->piece[POLY], .scale = 1 };
+    m.sums = m.type == PS_F32 ? m.y : ws->piece[SUMS];
     m.shift = m.type == PS_F32 ? SHIFT : 0;
     m.q = a->a + a->b * m.shift + a->c * m.shift * m.shift;
     if (m.q == 0) m.shift = 0, m.q = a->a;
-    if (m.q == 0) return ps_fail(PS_EINVAL, "muon_: a = 0 in the iteration's coefficients");
-    if (!call->dry) begin(&m, a, p, m.sums, by_row);
+    return m;
+}
+
+static int update(ps_call *call, workspace *ws, const matrix *p)
+{
+    const struct ps_attrs_muon_ *a = call->attrs;
+    matrices m = matrices_of(call, ws, p);
+    begin(&m, a, p, m.sums, ws->piece[BY_ROW]);
     for (int k = 0; k < a->steps; k++) PS_TRY(iterate(&m, a));
-    if (call->dry) return 0;
-    float rate = (float)(a->lr * ps_muon_ratio(a->adjust, rows, cols) * m.scale);
+    float rate = (float)(a->lr * ps_muon_ratio(a->adjust, p->rows, p->cols) * m.scale);
     float keep = (float)(1 - a->lr * a->weight_decay);
-#pragma omp parallel for schedule(static) if (rows * cols > PS_PAR_MIN)
-    for (int64_t first = 0; first < rows; first += TILE) end_some_rows(&m, p, keep, rate, first);
+#pragma omp parallel for schedule(static) if (p->it.numel > PS_PAR_MIN)
+    for (int64_t first = 0; first < p->rows; first += TILE) end_some_rows(&m, p, keep, rate, first);
+    return 0;
+}
+
+/* Allocates the workspace of all matrices, including that of their products, before the first parameter changes. If
+ * memory is short, the call therefore fails without any change, and can be repeated. */
+static int take_workspace(ps_call *call, workspace *ws, const struct work *w)
+{
+    const struct ps_attrs_muon_ *a = call->attrs;
+    for (int i = 0; i < w->n; i++) {
+        matrix p = matrix_of(call, w, i);
+        make_room(ws, &p);
+    }
+    for (int k = 0; k < PIECES; k++) {
+        if (ws->nbytes[k] == 0) continue;
+        ws->piece[k] = call->scratch(call, ws->nbytes[k]);
+        if (!ws->piece[k]) return PS_ENOMEM;
+    }
+    ps_call dry = *call;
+    dry.dry = true;
+    ws->space.call = &dry;
+    for (int i = 0; i < w->n && a->steps > 0; i++) {
+        matrix p = matrix_of(call, w, i);
+        if (p.it.numel == 0) continue;
+        matrices m = matrices_of(&dry, ws, &p);
+        if (m.q == 0) return ps_fail(PS_EINVAL, "muon_: a = 0 in the iteration's coefficients");
+        PS_TRY(iterate(&m, a));
+    }
+    ws->space.call = call;
     return 0;
 }
 
 static int muon(ps_call *call)
 {
     struct work w;
+    workspace ws = { .space = { .call = call } };
     if (!collect_alike(call, 4, PS_F32, &w)) return PS_EUNSUP;
-    for (int i = 0; i < w.n; i++) {
-        const int64_t *shape = call->in[4 * i].shape;
-        matrix p = { .it = w.item[i], .rows = shape[0], .cols = shape[1], .turned = shape[0] > shape[1] };
-        if (p.it.numel > 0) PS_TRY(update(call, &p));
+    PS_TRY(take_workspace(call, &ws, &w));
+    for (int i = 0; i < w.n && !call->dry; i++) {
+        matrix p = matrix_of(call, &w, i);
+        if (p.it.numel > 0) PS_TRY(update(call, &ws, &p));
     }
     return 0;
 }
