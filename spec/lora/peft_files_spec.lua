@@ -359,3 +359,122 @@ describe("save_pretrained of a wrapped model", function()
     fails(function() m:save_pretrained(at "x", { merged = true }) end, "models with an adapter")
   end)
 end)
+
+-- The base model's weights in memory can differ from its files. Files of an adapter, and checkpoints that contain only
+-- trained values, refer to the files.
+describe("an adapter over weights that are not those of the base model's files", function()
+  local printed = check.printed
+
+  local function changed()
+    local m = base "llama"
+    ps.no_grad(function() m.model.layers[0].mlp.down_proj.weight:mul_(1.5) end)
+    return ps.lora.wrap(m, { r = 4 })
+  end
+  local function wrapped() return ps.lora.wrap(ps.from_pretrained(at "base", { quiet = true }), { r = 4 }) end
+
+  it("is saved with a note and without the fingerprint of the files", function()
+    local m = noise(changed())
+    local text = printed(function() m:save_pretrained(at "a") end)
+    assert.matches("model.layers.0.mlp.down_proj.weight has not the value that", text, 1, true)
+    assert.matches("merged = true", text, 1, true)
+    m:save_pretrained(at "m", { merged = true })
+    assert(far(output(m), output(ps.from_pretrained(at "m", { quiet = true }))) < 1e-5)
+    local ours = wrapped()
+    assert.equal("", printed(function() ours:save_pretrained(at "b") end))
+    assert.equal("", printed(function() ours:to "bf16":save_pretrained(at "b") end))     -- a conversion is no change
+    text = printed(function() ps.lora.wrap(ps.from_config(at "base"), { r = 4 }):save_pretrained(at "c") end)
+    assert.matches("the weights of the model were not loaded from", text, 1, true)
+  end)
+
+  it("is in checkpoints together with these weights, in engines, too", function()
+    for _, how in ipairs { "plain", "engine", "load_state_dict" } do
+      local m = noise(how == "load_state_dict" and wrapped() or changed())
+      if how ~= "plain" then
+        m = ps.initialize { model = m, quiet = true, config = { plan_print = false, optimizer = { type = "AdamW" } } }
+      end
+      if how == "load_state_dict" then
+        local state = m:state_dict()
+        for name, t in pairs(state) do if name:find "down_proj.weight" then state[name] = t * 1.5 end end
+        m:load_state_dict(state)
+      end
+      local want = ps.no_grad(function() return m({ input_ids = x }).logits end):detach():clone():keep()
+      ps.checkpoints.save(at("ck_" .. how), { model = m, step = 1 })
+      if how ~= "plain" then m:close() end
+      local other = wrapped()
+      ps.checkpoints.load(at("ck_" .. how), { model = other })
+      assert(far(want, output(other)) < 1e-5, how)
+    end
+  end)
+
+  it("is loaded into a model that is merged like the saved one", function()
+    local m = noise(wrapped())
+    local want = output(m)
+    m:merge_adapter()
+    ps.checkpoints.save(at "ck_merged", { model = m, step = 1 })
+    local other = wrapped()
+    fails(function() ps.checkpoints.load(at "ck_merged", { model = other }) end,
+      "was saved while the adapter 'default' was merged", "call model:merge_adapter() before")
+    other:merge_adapter()
+    ps.checkpoints.load(at "ck_merged", { model = other })
+    assert(far(want, output(other)) < 1e-4)
+    m:unmerge_adapter()
+    ps.checkpoints.save(at "ck_unmerged", { model = m, step = 1 })
+    fails(function() ps.checkpoints.load(at "ck_unmerged", { model = other }) end, "no adapter was merged",
+      "call model:unmerge_adapter() before")
+    assert.equal("", printed(function() m:save_pretrained(at "d") end))      -- the base is that of the files again
+  end)
+
+  it("is saved with a note if the files were replaced since they were read", function()
+    local m = wrapped()
+    os.execute(("cp -r %s %s && rm -r %s && mv %s %s"):format(at "base", at "copy", at "base", at "copy", at "base"))
+    assert.matches("model.safetensors has changed since the model was loaded from it",
+      printed(function() m:save_pretrained(at "e") end), 1, true)
+  end)
+
+  it("is not saved into the folder of its base model", function()
+    local m = wrapped()
+    fails(function() m:save_pretrained(at "base/") end, "is the folder of the base model", "its own folder")
+    assert.is_nil(lfs.attributes(at "base/adapter_config.json"))
+  end)
+end)
+
+describe("a folder that had another model", function()
+  it("has no adapter after a whole model was written to it", function()
+    local m = noise(ps.lora.wrap(base "llama", { r = 4 }))
+    m:save_pretrained(at "both")
+    assert(lfs.attributes(at "both/adapter_config.json"))
+    m:unload_adapter { merge = true }
+    m:save_pretrained(at "both")
+    for _, name in ipairs { "adapter_config.json", "adapter_model.safetensors" } do
+      assert.is_nil(lfs.attributes(at("both/" .. name)), name)
+    end
+    assert(far(output(m), output(ps.from_pretrained(at "both", { quiet = true }))) < 1e-5)
+  end)
+
+  it("keeps files of a tokenizer with a note, or loses them if a run replaces the model", function()
+    local m = base "llama"
+    check.write(at "base/vocab.txt", "a\n")
+    os.execute(("rm -rf %s && mkdir %s"):format(at "old", at "old"))
+    check.write(at "old/config.json", "{}")
+    for _, name in ipairs { "vocab.txt", "chat_template.jinja" } do check.write(at("old/" .. name), name) end
+    local text = check.printed(function() m:save_pretrained(at "old") end)
+    assert.matches("keeps its own vocab.txt, chat_template.jinja, different from", text, 1, true)
+    assert.equal("vocab.txt", check.read(at "old/vocab.txt"))
+    ps.checkpoints.new_run(at "old", { force = true })
+    assert.equal("", check.printed(function() m:save_pretrained(at "old") end))
+    assert.equal("a\n", check.read(at "old/vocab.txt"))
+    assert.is_nil(lfs.attributes(at "old/chat_template.jinja"))
+    os.remove(at "base/vocab.txt")
+  end)
+
+  it("is refused if its files are links to those of the model that is read", function()
+    local m = base "llama"
+    noise(ps.lora.wrap(m, { r = 4 })):save_pretrained(at "ad")
+    os.execute(("rm -rf %s && mkdir %s && ln -s ../base/model.safetensors %s"):format(at "links", at "links",
+      at "links/model.safetensors"))
+    local before = check.read(at "base/model.safetensors")
+    fails(function() ps.lora.merge_folder(at "base", at "ad", at "links") end, "model.safetensors is a link to",
+      "would be replaced while it is read")
+    assert.equal(before, check.read(at "base/model.safetensors"))
+  end)
+end)

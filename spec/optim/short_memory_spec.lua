@@ -80,7 +80,8 @@ end
 local function of_engine(kind, memory)
   return function()
     local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, memory = memory,
-      chunk_size = 2048, gradient_clipping = 1, optimizer = { type = kind, params = { lr = 1e-2, weight_decay = 0.1 } } },
+      chunk_size = 2048, gradient_clipping = 1,
+      optimizer = { type = kind, params = { lr = 1e-2, weight_decay = 0.1 } } },
       model_func = function()
         return nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 17))
       end }

@@ -35,6 +35,7 @@ local encode = require "ps.core.encode"
 local folder = require "ps.checkpoints.folder"
 local rectangles = require "ps.core.rectangles"
 local resolved = require "ps.core.resolved"
+local replaced = require "ps.core.replaced"
 local mesh = require "ps.dist.mesh"
 local random_state = require "ps.dist.random_state"
 local restore = require "ps.checkpoints.restore"
@@ -129,7 +130,7 @@ local function gather(parts, step, base)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
   local adapters = restore.adapters_of(parts.model)
-  if adapters then state.adapters = adapters:scales() end
+  if adapters then state.adapters, state.merged_adapter = adapters:scales(), adapters.merged end
   if base then state.base = { path = base.path, fingerprint = base.fingerprint }
   else state.source = restore.source_of(parts.model) end
   local engine = handle.of(parts.model)
@@ -489,6 +490,7 @@ function checkpoint.new_run(path, options)
       run_of and "run" or "model", run_of or model, run_of and options.resume and "--resume continues it, " or "",
       run_of and "starts a new one" or "writes the new one"), 0)
   end
+  if model then replaced.later(at) end
   return run_of or model
 end
 

@@ -336,6 +336,13 @@ local function check(opened, parts, with)
   if different then
     error(("%s: %s: wrap the model (ps.lora.wrap) with the options of the saved run"):format(opened.path, different), 0)
   end
+  local merged = adapters and adapters.merged
+  if adapters and state.adapters and state.merged_adapter ~= merged then
+    error(("%s was saved while %s, but in this model %s: call model:%s before it is loaded"):format(opened.path,
+      state.merged_adapter and ("the adapter '%s' was merged"):format(state.merged_adapter) or "no adapter was merged",
+      merged and ("the adapter '%s' is merged"):format(merged) or "none is merged",
+      state.merged_adapter and "merge_adapter()" or "unmerge_adapter()"), 0)
+  end
   -- The checkpoint was saved without a loss scale. The engine's loss scale keeps its initial value.
   if not parts.scaler and not state.scaler then with.scaler = nil end
   if with.sched and not state.sched and not with.sched.continue_at then

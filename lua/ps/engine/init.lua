@@ -19,6 +19,7 @@ local random = require "ps.core.random"
 local adopt = require "ps.engine.state.adopt"
 local averaged = require "ps.engine.state.averaged"
 local handle = require "ps.nn.handle"
+local origin = require "ps.nn.origin"
 local masters = require "ps.engine.state.masters"
 local replicas = require "ps.engine.ranks.replicas"
 local mesh = require "ps.dist.mesh"
@@ -377,6 +378,7 @@ function Engine:take(request)
   else
     making(self, function()
       assemble(self, setup.make_module(self, request))
+      origin.settle(self.module)
       adopt.take(self, self.module)
       self.built = build.place(self.module, place_options(self))
       check_trains(self)

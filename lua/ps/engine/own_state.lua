@@ -6,6 +6,7 @@ local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
 local agree = require "ps.dist.agree"
 local mesh = require "ps.dist.mesh"
+local origin = require "ps.nn.origin"
 local step = require "ps.engine.step"
 
 local own_state = {}
@@ -79,7 +80,7 @@ end
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
 function own_state.load(engine, state, options)
-  local stages, group = engine.stages, mesh.group "world"
+  local stages, group, given = engine.stages, mesh.group "world", options
   local together = group and type(state) == "table" and not state.whole
   if together and (options == nil or type(options) == "table") then
     local names, own = sent(engine), stages and stages:is_own(state)
@@ -91,6 +92,7 @@ function own_state.load(engine, state, options)
   local function load() return engine.module:load_state_dict(state, options) end
   local result = together and agree.run(group, load) or not together and load()
   if together then share(engine, holder(state)) end
+  origin.loaded(engine.module, result.missing, type(given) == "table" and given.elsewhere or nil)
   step.mend(engine, "model")
   return result
 end

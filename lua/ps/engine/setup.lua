@@ -17,6 +17,7 @@ local hooks = require "ps.core.hooks"
 local check = require "ps.config.check"
 local types = require "ps.core.types"
 local nn_module = require "ps.nn.module"
+local origin = require "ps.nn.origin"
 local packed = require "ps.nn.packed"
 local adopt = require "ps.engine.state.adopt"
 local batch = require "ps.data.batch"
@@ -502,6 +503,7 @@ function setup.make_module(engine, request)
   local function to_chunk(tensor) build.to_chunk(tensor, shards) end
   local cut = engine.tensor_parallel
   local given, model_func, pipeline = request.module, request.model_func, request.pipeline
+  if given then origin.settle(given) end
   if given and cut and not request.is_cut then refuse_whole(request) end
   -- A stage keeps only its own parameters of an existing module. It frees the bytes of the other parameters.
   if given and pipeline and not request.stages then

@@ -2,6 +2,7 @@
 -- Manages the named adapters of a model, of which at most one is active. A model with adapters has the methods below.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
+local origin = require "ps.nn.origin"
 local registry = require "ps.nn.registry"
 local layers = require "ps.lora.layers"
 local saved = require "ps.lora.saved"
@@ -406,6 +407,7 @@ function methods.merge_adapter(self)
   for _, entry in ipairs(adapters.layers) do  -- check all layers before a weight changes
     if entry.module.lora_.active then layers.check_mergeable(entry.module, "merge_adapter") end
   end
+  adapters.unmerged = origin.state(self)
   for _, entry in ipairs(adapters.layers) do layers.merge(entry.module) end
   adapters.merged = adapters.active
   return self
@@ -418,7 +420,8 @@ end
 function methods.unmerge_adapter(self)
   local adapters = own(self, "unmerge_adapter")
   for _, entry in ipairs(adapters.layers) do layers.unmerge(entry.module) end
-  adapters.merged = nil
+  if adapters.merged then origin.renew(self, adapters.unmerged) end
+  adapters.merged, adapters.unmerged = nil, nil
   return self
 end
 methods.unmerge = methods.unmerge_adapter

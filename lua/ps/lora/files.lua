@@ -23,6 +23,7 @@ local layers = require "ps.lora.layers"
 local config = require "ps.lora.config"
 local gguf = require "ps.lora.gguf"
 local gguf_file = require "ps.io.gguf"
+local origin = require "ps.nn.origin"
 local packed = require "ps.nn.packed"
 local lfs = require "lfs"
 local ffi, C = native.ffi, native.C
@@ -351,6 +352,66 @@ local function bare(entries)
   return entries
 end
 
+-- Returns whether a name in a model with adapters belongs to a tensor of the base model.
+local function is_base(own)
+  return not (own:find "%.lora_[%w_]+%." or own:find "%.original_module%." or own:find "%.modules_to_save%.")
+end
+
+-- Returns a text that says why the weights of a model with adapters are not those of the files from which it was
+-- loaded. Returns nil if they are, except for trained weights.
+local function difference(model)
+  local path, adapters = rawget(model, "source"), adapters_of.of(model)
+  local before = adapters and adapters.merged and adapters.unmerged or {}     -- unchanged until the adapter was merged
+  local file = origin.changed_file(model)
+  if file then return file .. " has changed since the model was loaded from it" end
+  local lacks = {}
+  for _, name in ipairs((model.loaded or {}).missing or {}) do lacks[name] = true end
+  local name = origin.changed(model, function(own, p)
+    return is_base(own) and not p:needs_grad() and not lacks[own] and not before[own]
+  end)
+  if name == "" then return ("the weights of the model were not loaded from %s"):format(path) end
+  return name and ("%s has not the value that %s has"):format(name, path)
+end
+
+local hash_out = ffi.new("uint64_t[2]")
+
+--- Returns a text that identifies the weights of a model without its adapters. The text is the fingerprint of the files
+--- from which the model was loaded, or a hash of all weights if they are not those of the files. Returns nil and the
+--- reason if the weights must be hashed, but ranks share them.
+---@param model ps.nn.Module
+---@param shared boolean whether the model is that of an engine on several ranks
+---@return string? id
+---@return string? why
+function files.base_id(model, shared)
+  local adapters = adapters_of.of(model)
+  local path = rawget(model, "source")
+  local different = path and difference(model)
+  if path and not different then
+    local fingerprint = files.weights_fingerprint(path)
+    if fingerprint then return fingerprint end
+  end
+  if shared then return nil, different or "the base model was not loaded from safetensors files or a GGUF file" end
+  local lines = {}
+  for name, p in model:named_parameters() do
+    if is_base(name) and not (adapters and p:needs_grad()) then
+      native.check(C.ps_tensor_hash(p:detach():contiguous(), hash_out))
+      lines[#lines + 1] = ("%s %s %s"):format(name, tostring(hash_out[0]), tostring(hash_out[1]))
+    end
+  end
+  return hash(lines) or ""
+end
+
+-- Returns the fingerprint of the base model's files. If the base model's weights are not those of the files, prints a
+-- note and returns nil: the adapter alone does not give this model.
+local function base_fingerprint(model, path, call)
+  if not path then return nil end
+  local different = difference(model)
+  if not different then return files.fingerprint(path) end
+  io.stderr:write(("psluajit: %s: the adapter is written without its base model, whose weights differ from its files: "
+    .. "%s; to keep this model, write it whole with the adapter merged (merged = true), or write the base model before "
+    .. "ps.lora.wrap\n"):format(call, different))
+end
+
 -- Calls fn(adapters, name, group, base) while the adapter `name` is active. `base` is the fingerprint of the base model
 -- on rank 0, and nil on other ranks.
 local function with_adapter(model, name, call, fn)
@@ -363,11 +424,17 @@ local function with_adapter(model, name, call, fn)
   adapters:activate(name)
   local ok, problem = pcall(function()
     local group = pretrained_save.group_of(model)
-    local base = (group and group:rank() or 0) == 0 and files.fingerprint(adapters.specs[name].base) or nil
+    local first = (group and group:rank() or 0) == 0
+    local base = first and base_fingerprint(module, adapters.specs[name].base, call) or nil
     fn(adapters, name, group, base)
   end)
   adapters:activate(was)
   if not ok then error(problem, 0) end
+end
+
+local function is_same_folder(a, b)
+  local at, there = lfs.attributes(a), lfs.attributes(b)
+  return at ~= nil and there ~= nil and at.dev == there.dev and at.ino == there.ino
 end
 
 --- Writes an adapter as a folder that PEFT and ps.lora.load can read. With an engine, all ranks call this function, and
@@ -377,6 +444,11 @@ end
 ---@param name? string the adapter (default: the active adapter)
 function files.save(model, path, name)
   caller.typed(path, "string", "save_pretrained: the folder")
+  local source = rawget(handle.module(model), "source")
+  if source and is_same_folder(path, source) then
+    error(("save_pretrained: %s is the folder of the base model; an adapter needs its own folder, as a folder with "
+      .. "adapter_config.json is read as an adapter"):format(path))
+  end
   with_adapter(model, name, "save_pretrained", function(adapters, own, group, base)
     write_folder(path, adapters, own, entries_of(model, adapters, own), base, group)
   end)
@@ -397,11 +469,6 @@ function files.convert(model, trained, dtypes, path, options)
   local base = files.fingerprint(adapters.specs.default.base)
   if not gguf.is_path(path) then return write_folder(path, adapters, "default", entries, base) end
   gguf.write(path, model, adapters, "default", bare(entries), { type = options.type, name = options.name, base = base })
-end
-
--- Returns whether a name in a model with adapters belongs to a tensor of the base model.
-local function is_base(own)
-  return not (own:find "%.lora_[%w_]+%." or own:find "%.original_module%." or own:find "%.modules_to_save%.")
 end
 
 -- Returns a function that changes a list of the whole model's entries. It replaces adapted weights with weights that
@@ -476,13 +543,13 @@ function adapters_of.Adapters:save_gguf(model, path, options, save_model)
 end
 
 --- Returns the base model for a checkpoint that stores only trained values. Returns nil if a checkpoint must store all
---- values, because an adapter is merged, or because the model was not loaded from a folder of safetensors files or from
---- a GGUF file.
+--- values, because an adapter is merged, because the model was not loaded from a folder of safetensors files or from a
+--- GGUF file, or because its weights have changed since then.
 ---@return {path: string, fingerprint: string, names: table<string, boolean>}? base `names` has the frozen parameters
 --- and the packed weights that the folder or file contains.
 function adapters_of.Adapters:frozen_base()
   local path = rawget(self.model, "source")
-  if self.merged or not path then return nil end
+  if self.merged or not path or difference(self.model) then return nil end
   local fingerprint = files.weights_fingerprint(path)
   if not fingerprint then return nil end
   local lacks, names = {}, {}

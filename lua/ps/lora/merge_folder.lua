@@ -177,8 +177,36 @@ local function stream(base, adapter, options, fn)
   if not ok then error(problem, 0) end
 end
 
--- Raises an error if the output is one of the inputs, because it would replace an input that is still being read.
+local function id_of(path)
+  local at = lfs.attributes(path)
+  return at and ("%d:%d"):format(at.dev, at.ino)
+end
+
+-- Returns a link in the folder `out` that leads to a file of an input. Writing the output would replace this file.
+local function link_to(out, inputs)
+  local owner = {}
+  for _, from in ipairs(inputs) do
+    if lfs.attributes(from, "mode") == "directory" then
+      for name in lfs.dir(from) do owner[id_of(from .. "/" .. name) or ""] = from .. "/" .. name end
+    else owner[id_of(from) or ""] = from end
+  end
+  if lfs.attributes(out, "mode") ~= "directory" then return nil end
+  for name in lfs.dir(out) do
+    local path = out .. "/" .. name
+    local is_link = name ~= "." and name ~= ".." and lfs.symlinkattributes(path, "mode") == "link"
+    local id = is_link and id_of(path)
+    if id and owner[id] then return path, owner[id] end
+  end
+end
+
+-- Raises an error if the output is one of the inputs, or has links to files of an input, because it would replace an
+-- input that is still being read.
 local function check_apart(call, out, inputs)
+  local link, file = link_to(out, inputs)
+  if link then
+    error(("%s: %s is a link to %s, which would be replaced while it is read; choose another folder or name to write")
+      :format(call, link, file))
+  end
   for _, from in ipairs(inputs) do
     local same = lfs.symlinkattributes(out, "ino") and lfs.attributes(out, "ino") == lfs.attributes(from, "ino")
     if same or resolved(out) == resolved(from) then

@@ -16,6 +16,7 @@ local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
+local mesh = require "ps.dist.mesh"
 local handle = require "ps.nn.handle"
 local nn_module = require "ps.nn.module"
 local parts = require "ps.nn.parts"
@@ -313,14 +314,19 @@ end
 -- -- a cache of the reference -----------------------------------------------------------------------------------------
 local REFERENCE = { batch = "whole", pad = "whole", path = "string" }
 
--- Returns a hash of all ids of the pairs, and of the base model's weights if it was loaded from files.
-local function hash_of(list, model)
+-- Returns a hash of all ids of the pairs, and of the base model's weights.
+local function hash_of(list, model, shared)
   local texts = {}
   for i, pair in ipairs(list) do
     texts[i] = table.concat(pair.prompt, " ") .. "|" .. table.concat(pair.chosen, " ") .. "|"
       .. table.concat(pair.rejected, " ")
   end
-  local text = table.concat(texts, "\n") .. "\n" .. (files.weights_fingerprint(rawget(model, "source")) or "")
+  local base, why = files.base_id(model, shared)
+  if not base then
+    error(("preference.reference: path = FILE needs a base model whose weights are those of its files, but %s; compute "
+      .. "the reference before ps.initialize, or without a path"):format(why))
+  end
+  local text = table.concat(texts, "\n") .. "\n" .. base
   return bit.tohex(C.ps_xxh3(text, #text))
 end
 
@@ -335,7 +341,8 @@ end
 function preference.reference(model, list, options)
   local given = caller.options(options, "preference.reference", REFERENCE)
   local module = handle.module(model)
-  local hash, values = hash_of(list, module), {}
+  local shared = handle.of(model) ~= nil and mesh.group "world" ~= nil
+  local hash, values = given.path and hash_of(list, module, shared), {}
   if given.path and lfs.attributes(given.path, "mode") then
     local state = serialize.load(given.path)
     if not state["pairs." .. hash] then

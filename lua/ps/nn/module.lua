@@ -24,6 +24,7 @@ local hooks = require "ps.core.hooks"
 local module_hooks = require "ps.nn.hooks"
 local rectangles = require "ps.core.rectangles"
 local foreign = require "ps.core.foreign"
+local origin = require "ps.nn.origin"
 local registry = require "ps.nn.registry"
 local shard = require "ps.tensor.shard"
 local tensor_hooks = require "ps.tensor.hooks"
@@ -496,20 +497,8 @@ function note_gone(old, name)
   end)
 end
 
---- Converts parameters and floating-point buffers to a type, to a device, or to both. Tensors that change are replaced.
---- Create the optimizer after this call, because an optimizer that was created before the call refuses to step.
----@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
----@param ... any rejected
----@return ps.nn.Module self
-function Module:to(target, ...)
-  if type(self) ~= "table" or getmetatable(self) == nil then caller.no_self "module:to" end
-  if ... ~= nil then error("module:to takes a type, a device, or { dtype = , device = }, and no further argument") end
-  if type(target) == "string" then
-    target = pcall(native.dtype_code, target) and { dtype = target } or { device = target }
-  end
-  caller.typed(target, "table", "module:to: what to convert to")
-  caller.options(target, "module:to", TO)
-  check_owned(self)
+-- Converts the tensors of a module, or moves them to another device.
+local function convert(self, target)
   local moved, dtype, device = {}, target.dtype and native.dtype_code(target.dtype), target.device
   device = device and native.device_index(device)
   walk(self, function(name, tensor, kind, owner, key)
@@ -534,7 +523,25 @@ function Module:to(target, ...)
     end
     owner._fields[key] = moved[at]
   end)
-  moved = nil -- luacheck: ignore 311
+end
+
+--- Converts parameters and floating-point buffers to a type, to a device, or to both. Tensors that change are replaced.
+--- Create the optimizer after this call, because an optimizer that was created before the call refuses to step.
+---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
+---@param ... any rejected
+---@return ps.nn.Module self
+function Module:to(target, ...)
+  if type(self) ~= "table" or getmetatable(self) == nil then caller.no_self "module:to" end
+  if ... ~= nil then error("module:to takes a type, a device, or { dtype = , device = }, and no further argument") end
+  if type(target) == "string" then
+    target = pcall(native.dtype_code, target) and { dtype = target } or { device = target }
+  end
+  caller.typed(target, "table", "module:to: what to convert to")
+  caller.options(target, "module:to", TO)
+  check_owned(self)
+  local unchanged = origin.state(self)
+  convert(self, target)
+  origin.renew(self, unchanged)
   collector.thoroughly()
   return self
 end

@@ -283,28 +283,45 @@ function folder.is_companion(name)
   return false
 end
 
---- Copies a model's companion files (tokenizer, generation settings) to a folder. Does not overwrite files
---- in the folder.
----@param from string
----@param to string
----@param replace? boolean whether to first remove the companion files in `to`, which may belong to another model
-function folder.copy_companions(from, to, replace)
-  for _, name in ipairs(replace and COMPANIONS or {}) do
-    local path = to .. "/" .. name
-    local removed, why = os.remove(path)
-    if not removed and lfs.symlinkattributes(path, "mode") then
+local function id_of(path)
+  local at = lfs.attributes(path)
+  return at and ("%d:%d"):format(at.dev, at.ino)
+end
+
+--- Removes a model's companion files (tokenizer, generation settings) from a folder.
+---@param path string
+function folder.remove_companions(path)
+  for _, name in ipairs(COMPANIONS) do
+    local file = path .. "/" .. name
+    local removed, why = os.remove(file)
+    if not removed and lfs.symlinkattributes(file, "mode") then
       error(("the file of the older model cannot be removed: %s"):format(why), 0)
     end
   end
+end
+
+--- Copies a model's companion files to a folder. Does not overwrite files in the folder.
+---@param from string
+---@param to string
+---@return string[] kept companion files that `to` had before and that are not equal to those of `from`
+function folder.copy_companions(from, to)
+  local kept = {}
+  if id_of(from) == id_of(to) then return kept end
   local gguf = gguf_of(from)
-  if gguf then return gguf.write_companions(from, to) end
+  if gguf then
+    gguf.write_companions(from, to)
+    return kept
+  end
   for _, name in ipairs(COMPANIONS) do
     local source, target = from .. "/" .. name, to .. "/" .. name
-    if is(source, "file") and not lfs.attributes(target, "mode") then
-      local text = read(source)
+    local text = is(source, "file") and read(source) or nil
+    if lfs.attributes(target, "mode") then
+      if not is(target, "file") or read(target) ~= text then kept[#kept + 1] = name end
+    elseif text then
       native.check(C.ps_file_write_atomic(target, text, #text))
     end
   end
+  return kept
 end
 
 return folder

@@ -16,6 +16,7 @@ local weights = require "ps.pretrained.weights"
 local files_of = require "ps.pretrained.files"
 local lfs = require "lfs"
 local nn_packed = require "ps.nn.packed"
+local origin = require "ps.nn.origin"
 local packed = require "ps.pretrained.packed"
 local paths = require "ps.paths"
 local error = caller.error
@@ -370,6 +371,7 @@ function pretrained.load(name, options, family)
   end)
   files:close()
   if not ok then error(model, 0) end
+  origin.note(model, list)
   return model
 end
 

@@ -18,6 +18,7 @@ local mesh = require "ps.dist.mesh"
 local json = require("cjson").new()
 local pieces = require "ps.io.pieces"
 local rectangles = require "ps.core.rectangles"
+local replaced = require "ps.core.replaced"
 local safetensors = require "ps.io.safetensors"
 local error = caller.error
 local C = native.C
@@ -321,10 +322,12 @@ end
 -- Patterns for the names of weight files and their indices.
 local WEIGHTS = { "^model%.safetensors$", "^model%.safetensors%.index%.json$", "^model%-%d+%-of%-%d+%.safetensors$",
   "^pytorch_model%.bin$", "^pytorch_model%.bin%.index%.json$", "^pytorch_model%-%d+%-of%-%d+%.bin$",
-  "^pytorch_model_tp_%d+_pp_%d+%.bin$", "^placement%.json$" }
+  "^pytorch_model_tp_%d+_pp_%d+%.bin$", "^placement%.json$", "^adapter_config%.json$",
+  "^adapter_model%.safetensors$", "^adapter_model%.bin$" }
 
--- Removes the weight files that an earlier save left in the folder. Otherwise a reader might load these files, because
--- it follows an older index or prefers their format. Indices are removed first, because they refer to the other files.
+-- Removes the weight files and the adapter that an earlier save left in the folder. Otherwise a reader might load these
+-- files, because it follows an older index, prefers their format, or takes the folder for an adapter's. Indices and
+-- adapter_config.json are removed first, because they refer to the other files.
 local function remove_older(path, names)
   local now, indices, others = {}, {}, {}
   for _, name in ipairs(names) do now[name] = true end
@@ -353,8 +356,9 @@ function save.safetensors_file(path, entries) return safetensors.writer(path, en
 
 local INDEX = "model.safetensors.index.json"
 
--- Writes the weights and config.json.
-local function write_all(path, files, config, group)
+-- Writes the weights and config.json. If `replace` is set, the companion files of the folder's older model are removed
+-- before the new config.json is in the folder, so that no reader combines them with the new weights.
+local function write_all(path, files, config, group, replace)
   local names = {}
   for i in ipairs(files) do
     names[i] = #files == 1 and "model.safetensors" or ("model-%05d-of-%05d.safetensors"):format(i, #files)
@@ -365,7 +369,10 @@ local function write_all(path, files, config, group)
     for i, list in ipairs(files) do save.write(made:file(names[i]), list, save.safetensors_file, group) end
     local index = #files > 1 and encode(index_of(files, names), "the index of the weights")
     return { [INDEX] = index or nil, ["config.json"] = config }
-  end, function() remove_older(path, kept) end)
+  end, function()
+    remove_older(path, kept)
+    if replace then folder.remove_companions(path) end
+  end)
 end
 
 --- Writes a folder from a single process: weights, config.json, and companion files that are copied from another
@@ -378,8 +385,8 @@ function save.folder(path, entries, config_of, more)
   local most = nbytes_of(more.max_shard_size)
   make_folder((path:gsub("(.)/+$", "%1")))
   table.sort(entries, function(a, b) return a.name < b.name end)
-  write_all(path, split(entries, most), config_of(save.dtype_of(entries)), nil)
-  if more.source then folder.copy_companions(more.source, path, true) end
+  write_all(path, split(entries, most), config_of(save.dtype_of(entries)), nil, more.source ~= nil)
+  if more.source then folder.copy_companions(more.source, path) end
 end
 
 --- Returns the group of ranks that share a model. Returns nil if each rank has the whole model.
@@ -398,6 +405,16 @@ function save.check_between_steps(model, call)
   if engine and engine.micro > 0 and not engine.torn then
     error(call .. " writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
   end
+end
+
+local told = {}                                            -- folders for which tell_kept has printed a note
+
+-- Prints a note once per folder if companion files in the folder are not those of the written model.
+local function tell_kept(path, source, names)
+  if not names[1] or told[path] then return end
+  told[path] = true
+  io.stderr:write(("psluajit: save_pretrained: the folder %s keeps its own %s, different from %s; if they belong to "
+    .. "another model, remove them and save again\n"):format(path, table.concat(names, ", "), source))
 end
 
 --- Writes a model's weights and config.json to a folder, in the format that Hugging Face and from_pretrained read. With
@@ -425,9 +442,10 @@ function save.run(model, path, config_of, more)
   agree.run(group, function() return save.entries(model) end)          -- raises one rank's error on all ranks
   local entries = save.whole(model)
   if more.entries then entries = more.entries(entries) end
-  write_all(path, split(entries, most), config_of(save.dtype_of(entries)), group)
+  local replace = more.source ~= nil and replaced.take(path)
+  write_all(path, split(entries, most), config_of(save.dtype_of(entries)), group, replace)
   agree.run(group, function()
-    if rank == 0 and more.source then folder.copy_companions(more.source, path) end
+    if rank == 0 and more.source then tell_kept(path, more.source, folder.copy_companions(more.source, path)) end
   end)
 end
 

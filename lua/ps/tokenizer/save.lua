@@ -50,7 +50,21 @@ function save.write(to, files)
   for name, text in pairs(files) do write(to .. "/" .. name, text) end
 end
 
---- Copies a tokenizer's files to a folder. The folder is created if it does not exist.
+-- Returns whether a file belongs to a tokenizer.
+local function is_own(name) return folder.is_companion(name) and not OTHERS[name] or name:match "%.tiktoken$" ~= nil end
+
+-- Removes the files of another tokenizer: a reader might prefer them to the new files.
+local function remove_others(path, texts)
+  local others = {}
+  for name in lfs.dir(path) do if is_own(name) and not texts[name] then others[#others + 1] = name end end
+  for _, name in ipairs(others) do
+    local done, why = os.remove(path .. "/" .. name)
+    if not done then error("tokenizer:save_pretrained: the file of an older tokenizer cannot be removed: " .. why) end
+  end
+end
+
+--- Copies a tokenizer's files to a folder. The folder is created if it does not exist. Files of another tokenizer that
+--- the folder has are removed.
 ---@param source string the folder from which the tokenizer was read, or one of its files
 ---@param to string
 ---@param tokens table<string, any> special tokens that a script has set. A key is a name such as "pad_token". A value
@@ -61,18 +75,20 @@ function save.run(source, to, tokens, plain)
   local from = lfs.attributes(source, "mode") == "directory" and source or source:match("^(.*)/[^/]*$") or "."
   local is_gguf = gguf.is_path(source)
   make_folder(to)
-  if is_gguf then companions.write_tokenizer(source, to) end
+  local texts = {}                                         -- the contents of the files to write, by name
   for name in lfs.dir(from) do
-    local known = folder.is_companion(name) and not OTHERS[name] or name:match("%.tiktoken$")
-    if known and not is_gguf and lfs.attributes(from .. "/" .. name, "mode") == "file" then
-      write(to .. "/" .. name, read(from .. "/" .. name))
+    if is_own(name) and not is_gguf and lfs.attributes(from .. "/" .. name, "mode") == "file" then
+      texts[name] = read(from .. "/" .. name)
     end
   end
   local name = source ~= from and not is_gguf and source:match("[^/]*$")
   -- The source is a file with a name that is not standard. It is copied under the standard name.
   if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then
-    write(to .. (name:match("%.txt$") and "/vocab.txt" or "/tokenizer.json"), read(source))
+    texts[name:match("%.txt$") and "vocab.txt" or "tokenizer.json"] = read(source)
   end
+  remove_others(to, texts)
+  for file, text in pairs(texts) do write(to .. "/" .. file, text) end
+  if is_gguf then companions.write_tokenizer(source, to) end
   if next(tokens) == nil and next(plain) == nil then return end
   local all, config, map = {}, to .. "/tokenizer_config.json", to .. "/special_tokens_map.json"
   for _, list in ipairs { tokens, plain } do for key, value in pairs(list) do all[key] = value end end
