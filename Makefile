@@ -23,7 +23,7 @@ help:
 	@echo 'make deb         Debian packages in out/'
 	@echo 'make site        the guides as HTML in out/site (make setup-cluster installs what it needs)'
 	@echo 'make pictures    draw the pictures of the guides'
-	@echo 'make check       tests in under three minutes; make test: C tests and specs; test-cluster, test-oracle, test-isa'
+	@echo 'make check       tests in three minutes; make test: C tests and specs; test-cluster, test-isa, test-oracle'
 	@echo 'make bench       speed of training; make faults, fuzz, asan, tsan, prove-cuda: spec/README.md'
 	@echo 'make clean       remove the build folders'
 

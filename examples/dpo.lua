@@ -19,7 +19,8 @@ line.number(parser:option("--beta", "How strongly the loss keeps the model close
 line.whole(parser:option("--lora", "Rank of the adapter.", "16"), 1)
 line.whole(parser:option("--epochs", "Passes over the data.", "1"), 1)
 line.whole(parser:option("--batch", "Pairs per step.", "4"), 1)
-line.whole(parser:option("--seq", "Most tokens of a prompt with its answer.", "1024"), 2)
+line.whole(parser:option("--seq", "Most tokens of a prompt with its answer. Default: 1024, or fewer if the model has "
+  .. "fewer positions."), 2)
 line.number(parser:option("--lr", "Highest learning rate.", "5e-5"), 0)
 parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
 line.file(parser:option("--cache", "File for the reference's log-probabilities (.pt or .safetensors)."), ".pt", ".pth",
@@ -35,17 +36,30 @@ try(ps.checkpoints.new_run, args.out, { force = args.force })
 ps.manual_seed(args.seed)
 local folder = try(require("ps.pretrained.folder").find, args.model)
 local tok, rows = try(ps.tokenizer.from_pretrained, folder), try(ps.data.table, args.data)
-local pairs_of = {}
+local config = try(require("ps.pretrained.folder").config, folder)
+local most = config.max_position_embeddings or config.n_positions or math.huge
+local seq = args.seq or math.min(1024, most)
+if seq > most then
+  try(error, ("--seq %d: the model has only %d positions; pass --seq %d or less"):format(seq, most, most), 0)
+end
+local pairs_of, truncated = {}, 0
 for i = 1, #rows do
   local row = try(function() return rows[i] end)
-  pairs_of[#pairs_of + 1] = line.try("dpo.lua: " .. rows:place(i), ps.preference.encode, tok, row, { seq = args.seq })
+  local pair = line.try("dpo.lua: " .. rows:place(i), ps.preference.encode, tok, row, { seq = seq })
+  pairs_of[#pairs_of + 1] = pair
+  truncated = truncated + (pair and pair.truncated and 1 or 0)
 end
 if #pairs_of < args.batch then
-  try(error, ("--batch %d: %s has %d pairs of at most %d tokens"):format(args.batch, args.data, #pairs_of, args.seq))
+  try(error, ("--batch %d: %s has %d pairs whose prompt has fewer than %d tokens"):format(args.batch, args.data,
+    #pairs_of, seq), 0)
 end
+local function say(n, text) if n > 0 then io.stderr:write("dpo.lua: ", text:format(n, #rows, seq), "\n") end end
+say(#rows - #pairs_of, "%d of %d pairs are left out: their prompt has --seq %d tokens or more")
+say(truncated, "%d of %d pairs have an answer that is truncated at --seq %d tokens")
+say(#pairs_of % args.batch, "%d pairs, others in each epoch, are not used: --batch does not divide the number of pairs")
 
 local model, optimizer = try(ps.initialize, { model_func = function()
-  local made = ps.from_pretrained(folder):train()
+  local made = ps.from_pretrained(folder)          -- in evaluation mode: TRL's DPOTrainer disables dropout, too
   return ps.preference.wrap(ps.lora.wrap(made, { r = args.lora, alpha = 2 * args.lora }),
     { beta = args.beta, loss_type = args.loss })
 end, config = { bf16 = { enabled = args.dtype == "bf16" }, gradient_clipping = 1, plan_print = false,

@@ -247,6 +247,6 @@ if ps.rank() == 0 then
   try(plot.png, run .. "/loss.png", curves, { title = args.out })
   local function figure(loss) return loss and ("%.4f"):format(loss) or "not measured" end
   print(("%s: loss %s, held-out loss %s after %d steps; talk to it with psluajit chat.lua %s"):format(args.out,
-    figure(result.loss), figure(result.val_loss), steps, args.out))
+    figure(result.loss), figure(result.val_loss), math.max(start, steps), args.out))
 end
 model:close()

@@ -5,15 +5,19 @@
 -- template renders the conversation, and a reply ends with the model's end token.
 -- If the folder has no template, or if --plain is set, the model continues a text in which each line of the user
 -- follows the text of --user, and each reply follows the text of --model. In this case a reply also ends where the
--- model writes the text of --user. An empty input ends the conversation.
+-- model writes the text of --user. Ctrl-D or the line /quit ends the conversation. Empty lines are ignored.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
+local unistd = require "posix.unistd"
 local utf8 = require "ps.core.utf8"
 local whole, number = command_line.whole, command_line.number
 
+local QUIT = "/quit"               -- a line that ends the conversation
+
 local parser = argparse("psluajit chat", "Talks with a model, by its chat template.")
+  :epilog("Ctrl-D or the line " .. QUIT .. " ends the conversation. Empty lines are ignored.")
 parser:argument("folder", "a Hugging Face folder with a causal model and its tokenizer, a name in its cache, "
   .. "or a GGUF file")
 parser:flag("--plain", "use --user and --model instead of a chat template")
@@ -26,7 +30,8 @@ number(parser:option("--temperature", "0: the likeliest tokens", "0.7"), 0)
 whole(parser:option("--top-k", "draw only from this number of likeliest tokens"), 1)
 number(parser:option("--top-p", "draw only from the likeliest tokens that together have this probability"), 0, 1)
 whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
-parser:option("--dtype", "type of the weights (default: that of the files)", "auto"):show_default(false)
+command_line.dtype(parser:option("--dtype", "type of the weights: fp32, bf16, fp16 or fp64 (default: that of the "
+  .. "files)", "auto"):show_default(false))
 parser:flag("--special-tokens", "also print special tokens, such as the one that ends a reply")
 parser:option("--device", "the device of the model")
 parser:flag("--keep-quantized", "weights of a GGUF file, or of a folder in NF4, stay packed")
@@ -66,12 +71,13 @@ local function ask(prompt)
   io.write(prompt)
   io.flush()
   local line = io.read "*l"
-  if line and line ~= "" then
+  if line == "" then return ask(prompt) end
+  if line and line ~= QUIT then
     if utf8.valid(line) then return line end
     io.write "this line is not valid UTF-8; please write it again\n"
     return ask(prompt)
   end
-  io.write("\n")
+  if not line then io.write("\n") end
 end
 
 -- Generates, prints and returns the reply to the prompt `ids`. If `stop` is not nil, the reply ends before this text.
@@ -123,6 +129,7 @@ local function main()
     keep_quantized = args.keep_quantized, int8_activations = args.int8_activations })
   if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
   if not model.generate then error(("%s is not a model that continues text"):format(model.class_name), 0) end
+  if unistd.isatty(unistd.STDIN_FILENO) == 1 then print("Ctrl-D or " .. QUIT .. " ends the conversation.") end
   if args.plain or not tok:has_chat_template() then return talk_plainly(model, tok) end
   talk(model, tok)
 end

@@ -14,6 +14,7 @@ local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
 local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
+local rows_of = require "ps.evaluate.rows"
 local write_file = require "ps.core.write_file"
 local whole = command_line.whole
 
@@ -33,7 +34,8 @@ parser:option("--train-on", "the turns of a conversation that are evaluated: ass
 parser:option("--date", "YYYY-MM-DD, for templates that print the date (default: today)")
 whole(parser:option("--max-new", "the most tokens of an answer", "32"), 1)
 parser:flag("--plain", "pass a question as plain text, without the chat template")
-parser:option("--dtype", "type of the weights (default: that of the files)", "auto"):show_default(false)
+command_line.dtype(parser:option("--dtype", "type of the weights: fp32, bf16, fp16 or fp64 (default: that of the "
+  .. "files)", "auto"):show_default(false))
 parser:option("--device", "the device of the model")
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 parser:flag("--json", "print the result as JSON")
@@ -56,6 +58,11 @@ local function main()
   ps.init_distributed { quiet = true }
   local first = ps.rank() == 0
   local rows = ps.data.table(args.data, { text = args.text })
+  local task = args.task or #rows > 0 and not rows_of.has_choices(rows[1]) and "perplexity"
+  if args.samples and task == "perplexity" then
+    error("--samples: perplexity has no results by row; leave out --samples, or use rows for --task choices or answers",
+      0)
+  end
   local path = folder.find(args.model)
   local tok = ps.tokenizer.from_pretrained(path)
   local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, quiet = true, mmap = "auto" })
@@ -84,7 +91,6 @@ local function main()
       print "The first token of each text is not predicted: the tokenizer has neither bos_token nor eos_token."
     end
   end
-  if args.samples and not samples then error("--samples: perplexity has no results by row", 0) end
   if args.samples and first then write_samples(samples) end          -- written last, so that the result is already
                                                                      -- printed if writing fails
 end

@@ -6,7 +6,7 @@
 -- conversation. The default temperature is that of the model's generation_config.json, or 1. --temperature 0 selects
 -- the most likely tokens. --num-beams N selects the best of N beams. A single sample is printed while it is generated.
 -- A model that does not fit into one process can be divided into stages, with one process for each stage:
---   psluajit tools/launch.lua --nproc-per-node 2 tools/generate.lua DIR --pipeline 2 --start "Once upon a time"
+--   psluajit launch --nproc-per-node 2 generate DIR --pipeline 2 --start "Once upon a time"
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -30,7 +30,8 @@ number(parser:option("--repetition-penalty", "above 1: tokens of the text so far
 whole(parser:option("--num-beams", "beams"), 1)
 parser:option("--stop", "text after which to stop; may be given several times"):count "*"
 whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
-parser:option("--dtype", "type of the weights (default: that of the files)", "auto"):show_default(false)
+command_line.dtype(parser:option("--dtype", "type of the weights: fp32, bf16, fp16 or fp64 (default: that of the "
+  .. "files)", "auto"):show_default(false))
 parser:flag("--special-tokens", "also print special tokens, such as the one that ends a text")
 parser:option("--device", "the device of the model")
 parser:flag("--keep-quantized", "weights of a GGUF file, or of a folder in NF4, stay packed")
@@ -38,7 +39,8 @@ parser:flag("--int8-activations", "with --keep-quantized: round activations to 8
 parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (default: that of the weights)")
   :choices { "bf16", "q8_0" }
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
-whole(parser:option("--pipeline", "number of stages into which the model is cut, each on a process of its own"), 2)
+whole(parser:option("--pipeline", "number of stages into which the model is cut, each on a process of its own, which "
+  .. "the launcher starts: psluajit launch --nproc-per-node N generate MODEL --pipeline N"), 2)
 local args = command_line.parse(parser)
 
 local function start()
@@ -80,6 +82,11 @@ local function open(path)
     error("--pipeline: packed weights cannot be cut into stages; leave out --keep-quantized", 0)
   end
   ps.init_distributed { quiet = true }
+  if ps.world_size() % args.pipeline ~= 0 and ps.C.ps_machine_pretended() == 0 then
+    error(("--pipeline %d needs %d processes, but %d %s running; start them with the launcher: psluajit launch "
+      .. "--nproc-per-node %d generate %s --pipeline %d ..."):format(args.pipeline, args.pipeline, ps.world_size(),
+      ps.world_size() == 1 and "is" or "are", args.pipeline, args.model, args.pipeline), 0)
+  end
   return (ps.initialize { quiet = true, model_func = function()
     local model = adapted(ps.from_pretrained(path, { dtype = args.dtype }))
     for _, p in ipairs(model:parameters()) do p:requires_grad(false) end

@@ -4,7 +4,8 @@
 -- This command writes data/train_000000.bin and so on. A text file is one document. In a .jsonl, .ndjson or .json file,
 -- each line is an object whose field `text` (or the field that --field names) is a document. Each document is preceded
 -- by the end-of-text token (--mark). Special tokens in documents are encoded as text. The shards do not depend on
--- --threads. An existing shard is replaced when the new shard is complete.
+-- --threads. An existing shard is replaced when the new shard is complete. A file that is not valid UTF-8 is an error,
+-- unless --lossy is set.
 local ps = require "ps"
 local argparse = require "argparse"
 local ffi = require "ffi"
@@ -22,6 +23,7 @@ parser:option("--mark",
   "the token before each document, or none (default: the tokenizer's eos_token, else its sep_token)")
 whole(parser:option("--shard-tokens", "tokens in a shard", "100000000"), 1)
 whole(parser:option("--threads", "number of threads (default: that of the kernels)"), 1)
+parser:flag("--lossy", "replace bytes that are not valid UTF-8 by U+FFFD (default: they are an error)")
 parser:flag("--json", "print one JSON object as the last line")
 local args = command_line.parse(parser)
 
@@ -87,7 +89,7 @@ local function run()
     local lines = path:match("%.jsonl$") or path:match("%.ndjson$") or path:match("%.json$")
     if not lines and mark >= 0 then shards.append(one, 1) end
     bytes = bytes + tok:encode_file(path, shards.append, { field = lines and args.field or nil, mark = lines and mark,
-      threads = args.threads or ps.threads() })
+      threads = args.threads or ps.threads(), lossy = args.lossy })
   end
   shards.close()
   local seconds = ps.now() - began

@@ -43,6 +43,19 @@ describe("a number of a command line", function()
   end)
 end)
 
+describe("a type of weights", function()
+  it("is a type of floating-point numbers or auto", function()
+    for _, name in ipairs { "auto", "fp32", "bf16", "float16", "fp64" } do
+      assert.same({ true, { n = name } }, { parse(command_line.dtype, name) })
+    end
+    for _, name in ipairs { "int32", "uint8", "bool", "bf17", "" } do
+      local ok, problem = parse(command_line.dtype, name)
+      assert.is_false(ok)
+      assert.matches(("--n %s: weights are fp32, bf16, fp16 or fp64, or auto"):format(name), problem, 1, true)
+    end
+  end)
+end)
+
 describe("a command line", function()
   local function parser()
     local made = require "argparse" "p"
@@ -142,6 +155,49 @@ describe("programs", function()
     assert.is_true(ok)
     assert.same({ "the folder /tmp/new/folder cannot be made: /tmp: its disk is full (3.0 KiB free)",
       "the file /tmp/x.pt cannot be written: its disk is full (3.0 KiB free)" }, problems)
+  end)
+
+  it("print errors with their own flags, and Ctrl-C without the line at which it came", function()
+    local script = os.tmpname()
+    check.write(script, [[
+      local line = require "ps.core.command_line"
+      local parser = require "argparse" "p"
+      parser:command_target "command"
+      parser:require_command(false)
+      parser:command "go":flag "--other-base"
+      parser:argument "what"
+      local args = line.parse(parser)
+      line.try("p", function()
+        if args.what == "stop" then error("x.lua:3: interrupted!", 0) end
+        error("load it, or pass other_base = true, another_base = true or other_base = trues", 0)
+      end)
+    ]])
+    assert.same({ "p: load it, or pass --other-base, another_base = true or other_base = trues\n", 1 },
+      { says(script .. " flag") })
+    assert.same({ "p: interrupted!\n", 130 }, { says(script .. " stop") })
+    os.remove(script)
+  end)
+
+  it("refuse types that weights cannot have", function()
+    for _, tool in ipairs { "generate DIR", "chat DIR", "evaluate DIR --data no" } do
+      local text, code = says(tool .. " --dtype int32")
+      assert(code ~= 0 and text:find("--dtype int32: weights are fp32, bf16, fp16 or fp64, or auto", 1, true), text)
+    end
+  end)
+
+  it("end with code 130 at Ctrl-C on a terminal", function()
+    if not pcall(require, "http.server") then return pending("the dashboard needs lua-http") end
+    local folder = os.tmpname()
+    os.remove(folder)
+    assert(lfs.mkdir(folder))
+    check.write(folder .. "/log.jsonl", '{"step":1}\n')
+    local tool = require("spec.terminal_lib").start { "dashboard", folder }
+    tool:expect "token="
+    tool:interrupt()
+    local text, status = tool:finish()
+    assert.matches("dashboard: interrupted!\n", text, 1, true)
+    assert.equal(130, status)
+    os.execute(("rm -r '%s'"):format(folder))
   end)
 
   it("suggest the option that has another name elsewhere, or is misspelt", function()

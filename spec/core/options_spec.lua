@@ -245,6 +245,9 @@ local CALLS = {
   { "tokenizer:batch_decode", "skip_special_token", "skip_special_tokens", function(o)
     tokenizer():batch_decode({ { 97 } }, o)
   end },
+  { "ps.data.encode_file", "losy", "lossy", function(o)
+    ps.data.encode_file("/nowhere", "/nowhere", ps.tokenizer.bytes(), o)
+  end },
   { "tokenizer:encode_file", "fields", "field", function(o) tokenizer():encode_file("/nowhere", print, o) end },
   { "tokenizer:decode", "skip_special_token", "skip_special_tokens", function(o) tokenizer():decode({ 97 }, o) end },
   { "tokenizer:chat_template", "tool", "tools", function(o) tokenizer():chat_template(o) end },

@@ -143,7 +143,80 @@ describe("a file's tokens", function()
   end)
 end)
 
+describe("a file that is not valid UTF-8", function()
+  local long = ("caf\195\169\n"):rep(40)
+
+  it("is refused with its line and byte, in any blocks", function()
+    for text, at in pairs { ["caf\233 latin1 text\n"] = 3, ["\226\130"] = 0, ["\237\160\128"] = 0, ["a\192\128"] = 1,
+      ["\244\144\128\128"] = 0 } do
+      local path = write("latin.txt", long .. text)
+      for _, block in ipairs { 1, 7, 2 ^ 20 } do
+        check.fails(function() ids_of(path, { block = block }) end,
+          ("latin.txt:41: not valid UTF-8 at byte %d of the file"):format(#long + at), "iconv", "lossy = true")
+      end
+    end
+    local path = write("latin.jsonl", '{"text":"a"}\n{"text":"caf\233"}\n')
+    check.fails(function() ids_of(path, { field = "text" }) end, "latin.jsonl:2: not valid UTF-8 at byte 25")
+    check.fails(function() ps.data.encode_file(path, folder .. "/latin.bin", tok) end, "latin.jsonl:2: not valid")
+    ps.data.encode_file(path, folder .. "/latin.bin", ps.tokenizer.bytes())
+    assert.equal(#check.read(path), #shard "latin.bin")
+  end)
+
+  it("has U+FFFD if the option lossy is set", function()
+    local path = write("latin.txt", "caf\233")
+    assert.same(tok:encode "caf\239\191\189", ids_of(path, { lossy = true }))
+    ps.data.encode_file(path, folder .. "/latin.bin", tok, { lossy = true })
+    assert.same(tok:encode "caf\239\191\189", shard "latin.bin")
+    local out, code = prepare(("--out %s/l --mark none %s"):format(folder, path))
+    assert.equal(1, code)
+    assert.matches(("^prepare: %s:1: not valid UTF%%-8 at byte 3 .*iconv %%-f LATIN1.*pass %%-%%-lossy to "):format(path),
+      out)
+    out, code = prepare(("--out %s/l --lossy --mark none %s"):format(folder, path))
+    assert.equal(0, code, out)
+    assert.same(tok:encode "caf\239\191\189", shard "l_000000.bin")
+  end)
+
+  it("is found by the same rules for whole texts and pieces", function()
+    local utf8 = require "ps.core.utf8"
+    local good = { "a", "\n", "\195\169", "\226\130\172", "\240\159\152\128", "\224\160\128", "\237\159\191",
+      "\244\143\191\191", "some ASCII" }
+    local bad = { "\255", "\128", "\192\128", "\237\160\128", "\224\159\191", "\240\143\191\191", "\195", "\226\130" }
+    math.randomseed(2)
+    for i = 1, 3000 do
+      local parts, want = {}, nil
+      for k = 1, math.random(0, 12) do parts[k] = good[math.random(#good)] end
+      if i % 2 == 0 then
+        local at = math.random(#parts + 1)
+        want = #table.concat(parts, "", 1, at - 1)
+        table.insert(parts, at, bad[math.random(#bad)])
+      end
+      local text, next_bad, got, at = table.concat(parts), utf8.checker(), nil, 1
+      while at <= #text and not got do
+        local n = math.random(7)
+        got, at = next_bad(text:sub(at, at + n - 1)), at + n
+      end
+      assert.equal(want, got or next_bad())
+      assert.equal(want == nil, utf8.valid(text))
+    end
+  end)
+end)
+
 describe("tools/prepare.lua", function()
+  it("ends with code 130 at Ctrl-C", function()
+    local tool = require("spec.terminal_lib").start { "prepare", "--tokenizer", folder, "--out", folder .. "/int",
+      "/dev/stdin" }
+    local function begun()
+      for name in require("lfs").dir(folder) do if name:find "^int_" then return true end end
+    end
+    for _ = 1, 300 do if begun() then break end tool:wait(0.1) end
+    assert.is_true(begun())
+    tool:interrupt()
+    tool:type "\4"                                         -- the end of the input, for which prepare waits
+    local text, status = tool:finish()
+    assert.matches("prepare: interrupted!\n", text, 1, true)
+    assert.equal(130, status)
+  end)
+
   it("writes shards that do not depend on threads", function()
     local text = drawn(11, 50000)
     local a, b = write("a.txt", text), write("b.jsonl", json.encode { body = "the" } .. "\n")

@@ -365,6 +365,12 @@ describe("tools/evaluate.lua", function()
     assert.equal(2, n)
     out, code = run(("--data %s --samples %s/absent/samples.jsonl"):format(data, folder))
     assert.truthy(code ~= 0 and out:find("--samples: the file ", 1, true) and not out:find "acc +[%d.]", out)
+    check.write(folder .. "/text.jsonl", '{"text": "ab"}\n')
+    for _, words in ipairs { "--data DIR/text.jsonl", "--data DIR/choices.jsonl --task perplexity" } do
+      out, code = run((words:gsub("DIR", folder)) .. " --samples " .. folder .. "/samples.jsonl")
+      assert.equal(1, code, out)
+      assert.matches("^evaluate: %-%-samples: perplexity has no results by row", out)      -- the first output
+    end
     local plain = {}                                         -- --plain changes the prompt, and so the answer
     check.write(folder .. "/answers.jsonl", '{"question": "ab", "answer": "b"}\n')
     for i, flag in ipairs { "", "--plain" } do

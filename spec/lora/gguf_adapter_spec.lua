@@ -41,6 +41,24 @@ local ids = ps.randint(1, 39, { 2, 9 }, { dtype = "int32" }):keep()
 local function logits(model) return ps.no_grad(function() return model({ input_ids = ids }).logits:keep() end) end
 local function far(a, b) return (a:to "fp64" - b:to "fp64"):abs():max():item() end
 
+describe("an adapter of other weights", function()
+  it("is refused by tools with the option of their command line", function()
+    noise(ps.lora.wrap(base(), { r = 2 })):save_pretrained(at "other")
+    ps.manual_seed(2)
+    require("models.llama").new(LLAMA):save_pretrained(at "base")
+    for _, line in ipairs { "merge_adapter.lua BASE OTHER --out DIR/merged",
+      "gguf.lua convert OTHER --base BASE --out DIR/other.gguf" } do
+      local words = line:gsub("BASE", at "base"):gsub("OTHER", at "other"):gsub("DIR", folder)
+      local command = ("'%s' '%s'/tools/%s"):format(paths.exe, paths.root, words)
+      local text, code = check.shell(command)
+      assert.equal(1, code, text)
+      assert.matches("or pass --other-base to use it with this one", text, 1, true)
+      text, code = check.shell(command .. " --other-base")
+      assert.equal(0, code, text)
+    end
+  end)
+end)
+
 describe("an adapter in a GGUF file", function()
   it("is read back with the same bits, also with ranks and scales that differ by layer", function()
     for _, options in ipairs { { r = 3, alpha = 6 }, { r = 4, alpha = 8, use_rslora = true },

@@ -477,6 +477,16 @@ describe("GPT-2's files", function()
     end
   end)
 
+  it("cannot have a type of integers", function()
+    write_folder("typed", model_of(), {})
+    for _, dtype in ipairs { "int32", "uint8", "bool", "bf17" } do
+      local why = ("dtype is '%s', but weights are fp32, bf16, fp16 or fp64"):format(dtype)
+      fails(function() ps.from_pretrained(path "typed", { dtype = dtype }) end, "from_pretrained: " .. why)
+      fails(function() ps.from_config(path "typed", { dtype = dtype }) end, "from_config: " .. why)
+      fails(function() gpt2.new("tiny", { dtype = dtype }) end, "gpt2.new: " .. why)
+    end
+  end)
+
   it("of an engine contain its masters", function()
     for _, memory in ipairs { "plain", CHUNKS } do
       local model, optimizer = initialize { quiet = true, config = { plan_print = false, bf16 = { enabled = true },

@@ -16,11 +16,11 @@ local function run(tool, folder, options)
 end
 
 describe("tools/chat.lua", function()
-  it("continues the conversation until an empty line or the input's end", function()
+  it("continues the conversation until /quit or the input's end, and ignores empty lines", function()
     local folder = tokens.gpt2 { { "a", "b" } }
     ps.manual_seed(1)
     gpt2.new("tiny", { vocab_size = 300, n_positions = 128 }):save_pretrained(folder)
-    check.write(folder .. "/in.txt", "ab\nba\n\nnever\n")
+    check.write(folder .. "/in.txt", "ab\n\n\nba\n/quit\nnever\n")
     local function chat(more) return run("chat", folder, ("%s <%s/in.txt"):format(more or "", folder)) end
     local out, code = chat()
     assert.equal(0, code, out)
@@ -31,9 +31,18 @@ describe("tools/chat.lua", function()
       local prompt = tok:encode(text)
       local row = model:generate({ prompt }, 5, { temperature = 0 })[1]
       local reply = tok:decode { unpack(row, #prompt + 1) }
-      text, want = text .. reply .. "\n", want .. "User: Assistant:" .. reply .. "\n"
+      text, want = text .. reply .. "\n", want .. "User: Assistant:" .. reply .. "\n" .. (line == "ab" and "User: User: "
+        or "")
     end
-    assert.equal(want .. "User: \n", out)
+    assert.equal(want .. "User: ", out)
+    check.write(folder .. "/end.txt", "\nab\n")
+    assert.matches("^User: User: Assistant:.*\nUser: \n$", (run("chat", folder, ("<%s/end.txt"):format(folder))))
+    local terminal = require("spec.terminal_lib").start { "chat", folder }
+    terminal:expect "Ctrl-D or /quit ends the conversation."
+    terminal:expect "User: "
+    terminal:type "\4"
+    assert.equal(0, select(2, terminal:finish()))
+    assert.matches("Ctrl-D or the line /quit ends the conversation", (run("chat", folder, "--help")), 1, true)
     check.write(folder .. "/generation_config.json", '{ "num_return_sequences": 2 }')
     assert.equal(out, (chat()))
     local once = run("generate", folder, "--start ab")
@@ -61,6 +70,10 @@ describe("tools/chat.lua", function()
     assert.equal(0, code)
     assert.equal(first .. "\n", (run("generate", folder, "--chat --system s --start ab")))
     assert.equal("User: Assistant:", (run("chat", folder, ("--plain <%s/in.txt"):format(folder)):sub(1, 16)))
+    out, code = run("generate", folder, "--start ab --pipeline 2")
+    assert.equal(1, code)
+    assert.matches(("generate: --pipeline 2 needs 2 processes, but 1 is running; start them with the launcher: psluajit "
+      .. "launch --nproc-per-node 2 generate %s --pipeline 2 ..."):format(folder), out, 1, true)
     out, code = run("generate", folder, "--system s --start ab")
     assert.truthy(code ~= 0 and out:find("--system: needs --chat", 1, true), out)
     tokens.remove(folder)

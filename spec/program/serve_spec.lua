@@ -16,7 +16,8 @@ setup(function()
   folder = tokens.gpt2 { { "a", "b" } }
   ps.manual_seed(1)
   gpt2.new("tiny", { vocab_size = 258, n_positions = 64, initializer_range = 0.3 }):save_pretrained(folder)
-  check.write(folder .. "/chat_template.jinja", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+  check.write(folder .. "/chat_template.jinja", "{% for m in messages %}{{ m.role }}"
+    .. "{% if m.name %} {{ m.name }}{% endif %}:{{ m.content }};{% endfor %}"
     .. "{% if add_generation_prompt %}assistant:{% endif %}"
     .. "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}")
   model, tok = ps.from_pretrained(folder, { quiet = true }), ps.tokenizer.from_pretrained(folder)
@@ -155,6 +156,17 @@ describe("tools/serve.lua", function()
     assert.equal(want, got.choices[1].message.content)
   end)
 
+  it("passes the names of messages to the template", function()
+    local messages = { { role = "user", content = "abba", name = "ab" } }
+    local ids = tok:apply_chat_template(messages, { add_generation_prompt = true })
+    local got = reply("/v1/chat/completions", { messages = messages, max_tokens = 5, temperature = 0 })
+    assert.equal(#ids, got.usage.prompt_tokens)
+    assert.equal(text_of(greedy(ids, 5), #ids + 1), got.choices[1].message.content)
+    messages[1].name = json.null
+    local fewer = reply("/v1/chat/completions", { messages = messages, max_tokens = 0 }).usage.prompt_tokens
+    assert.equal(#tok:encode " ab", #ids - fewer)
+  end)
+
   it("streams", function()
     local _, text, headers = ask("/v1/chat/completions", { messages = { { role = "user", content = "abba" } },
       max_tokens = 9, temperature = 0, stream = true, stream_options = { include_usage = true } })
@@ -244,6 +256,45 @@ describe("tools/serve.lua", function()
     end)
     assert(queue:loop(60))
     assert.same({ "asked", "computed" }, order)
+  end)
+
+  it("answers other requests between the prompts of a request for no tokens", function()
+    local cqueues = require "cqueues"
+    local queue, order, prompts = cqueues.new(), {}, {}
+    for i = 1, 128 do prompts[i] = ("ab"):rep(30) end
+    queue:wrap(function()
+      local fields = { prompt = prompts, max_tokens = 0, echo = true, logprobs = 5 }
+      assert.equal(128, #reply("/v1/completions", fields).choices)
+      order[#order + 1] = "computed"
+    end)
+    queue:wrap(function()
+      cqueues.sleep(0.05)                                  -- the computation has begun
+      reply "/v1/models"
+      order[#order + 1] = "asked"
+    end)
+    assert(queue:loop(60))
+    assert.same({ "asked", "computed" }, order)
+    local asked = 0
+    local done = answer.completion(model, tok, "tiny", { prompt = prompts, max_tokens = 0 }, nil, function()
+      asked = asked + 1
+      return asked < 4
+    end)
+    assert.equal(4, asked)
+    assert.same(4, #done.choices)
+  end)
+
+  it("limits the choices of a request, before it computes anything", function()
+    local prompts = {}
+    for i = 1, 1000 do prompts[i] = "a" end
+    local problem = refused("400", "1000 prompts, which with n = 128 asks for 128000 choices; the limit is 128",
+      "/v1/completions", { prompt = prompts, max_tokens = 0, n = 128 })
+    assert.equal("prompt", problem.param)
+    refused("400", "2 prompts, which with n = 65 asks for 130 choices", "/v1/completions",
+      { prompt = { "a", "b" }, max_tokens = 0, n = 65 })
+    assert.equal(128, #reply("/v1/completions", { prompt = { "a", "b" }, max_tokens = 0, n = 64 }).choices)
+    local function encode() error "a prompt was tokenized" end
+    local ok, why = pcall(require("ps.serve.request").prompts, prompts, { encode = encode }, 258, 1)
+    assert.truthy(not ok and why.message:find("asks for 1000 choices", 1, true))
   end)
 
   it("stops computing a reply when its client has disconnected", function()
@@ -419,6 +470,28 @@ describe("tools/serve.lua", function()
     bad("frobnicate", "no field", { prompt = "a", frobnicate = 1 })
     bad("presence_penalty", "not supported", { prompt = "a", presence_penalty = 1 })
     bad("stop", "empty", { prompt = "a", stop = "" })
+    local function chat(field, value, part)
+      bad(field, part or "not supported", { messages = { { role = "user", content = "a" } }, max_tokens = 1,
+        [field] = value }, "/v1/chat/completions")
+    end
+    chat("modalities", { "text", "audio" }, [[(only ["text"])]])
+    chat("modalities", { "audio" })
+    chat("modalities", {})
+    chat("modalities", "text")
+    chat("modalities", { text = true })
+    chat("audio", { voice = "alloy", format = "wav" })
+    chat("web_search_options", { search_context_size = "low" })
+    chat("functions", { { name = "f" } })
+    chat("function_call", "auto")
+    chat("reasoning_effort", "high")
+    chat("verbosity", "low")
+    reply("/v1/chat/completions", { messages = { { role = "user", content = "a" } }, max_tokens = 1,
+      modalities = { "text" }, audio = json.null, function_call = "none", verbosity = "medium", service_tier = "flex",
+      store = true, metadata = { a = "b" }, prediction = { type = "content", content = "b" } })
+    reply("/v1/chat/completions", { messages = { { role = "user", content = "a" } }, max_tokens = 1,
+      modalities = json.null })
+    bad("messages[0].name", "string", { messages = { { role = "user", content = "a", name = 1 } } },
+      "/v1/chat/completions")
     bad("messages", "list of messages", {}, "/v1/chat/completions")
     local image = { role = "user", content = { { type = "image_url" } } }
     bad("messages[0].content", "parts of type text", { messages = { image } }, "/v1/chat/completions")
@@ -512,9 +585,7 @@ describe("tools/serve.lua", function()
 
   it("ends a stream that its client does not read, without waiting for it", function()
     with_server(3600, function(port)
-      local prompts = {}
-      for i = 1, 100 do prompts[i] = "a" end
-      local fields = { prompt = prompts, n = 128, max_tokens = 60, stream = true }
+      local fields = { prompt = "a", n = 128, max_tokens = 60, stream = true }
       local body, socket = json.encode(fields), require("cqueues.socket").connect("127.0.0.1", port)
       socket:setmode("b", "b")
       socket:write(("POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: %d"
@@ -552,6 +623,37 @@ describe("tools/serve.lua", function()
     out, code = check.shell(("timeout 60 '%s' '%s/tools/serve.lua' '%s' --kv-cache q8_0"):format(paths.exe, paths.root,
       folder))
     assert.truthy(code == 1 and out:find("serve: generate: kv_cache = \"q8_0\" needs heads", 1, true), out)
+  end)
+
+  -- Returns the message with which the program refuses a command line.
+  local function refusal(words)
+    local out, code = check.shell(("timeout 60 '%s' '%s/tools/serve.lua' '%s' %s"):format(paths.exe, paths.root, folder,
+      words))
+    assert.truthy(code ~= 0 and code ~= 124, out)
+    return out
+  end
+
+  it("refuses options that contradict each other", function()
+    assert.matches("'%-%-token' can not be used together with option '%-%-no%-token'", refusal "--no-token --token x")
+    assert.matches("'%-%-no%-token' can not be used together with option '%-%-token'", refusal "--token x --no-token")
+    assert.matches("--other-base needs --adapter", refusal "--other-base", 1, true)
+    check.fails(function()
+      require("ps.serve").run(model, tok, { name = "tiny", token = "x", no_token = true, told = print })
+    end, "token and no_token = true exclude each other")
+  end)
+
+  it("names the options of the command line in advice", function()
+    assert.matches("pass --no-token for none", refusal "--token ''", 1, true)
+    assert.matches("set --keep-quantized, too", refusal "--int8-activations", 1, true)
+    local base, adapter = folder .. "/base", folder .. "/adapter"
+    gpt2.new("tiny", { vocab_size = 258, n_positions = 64 }):save_pretrained(base)
+    ps.lora.wrap(ps.from_pretrained(base, { quiet = true }), { r = 2 }):save_pretrained(adapter)
+    local out = refusal(("--adapter '%s'"):format(adapter))
+    assert.matches("trained on other weights", out, 1, true)
+    assert.matches("or pass --other-base to use it", out, 1, true)
+    assert.falsy(out:find("other_base", 1, true), out)
+    -- With --other-base, the program loads the adapter and fails only at the next step.
+    assert.matches("needs heads", refusal(("--adapter '%s' --other-base --kv-cache q8_0"):format(adapter)), 1, true)
   end)
 end)
 

@@ -265,6 +265,8 @@ describe("examples/finetune.lua", function()
     assert(os.remove(to .. "/model.safetensors"))
     out, code = run(words .. " --resume")
     assert.truthy(code == 0 and out:find("nothing to do but to write the model", 1, true), out)
+    local at = out:match "is at step (%d+) of"
+    assert.truthy(out:find("after " .. at .. " steps", 1, true), out)
     assert.is_true(want == check.read(to .. "/model.safetensors"))
   end)
 

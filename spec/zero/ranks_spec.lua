@@ -135,6 +135,22 @@ describe("several processes", function()
     end
   end)
 
+  it("with other options of a module without parameters end with an error that names the module", function()
+    local all = run(2, ([[
+      local ps = require "ps"
+      local nn = require "ps.nn"
+      ps.init_distributed { rendezvous = "file://%s/rendezvous" }
+      ps.initialize { config = {}, quiet = true, model_func = function()
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(ps.rank() / 2))
+      end }
+    ]]):format(folder))
+    for rank = 0, 1 do
+      assert.equal(1, all[rank].code)
+      assert.truthy(all[rank].text:find("rank 1 has a different model from rank 0: line 3 of the printed model is (1): "
+        .. "Dropout(p=0.5) on rank 1, (1): Dropout(p=0) on rank 0", 1, true), all[rank].text)
+    end
+  end)
+
   it("that disagree on the configuration all end with an error that names the key", function()
     local all = run(3, ([[
       local ps = require "ps"

@@ -3,8 +3,11 @@
 --   whole(parser:option("--steps", "Steps."), 1) makes an option accept only whole numbers. Any other value ends the
 --   program, and the message names the option and the accepted range.
 --   file() and folder() make an option accept only names that can be written to.
+--   dtype() makes an option accept only types that a model's weights may have.
 --   parse(parser) reads the command line.
 --   try("train.lua", fn) runs fn. An error of fn is printed as one line, and the program exits.
+local caller = require "ps.core.caller"
+local dtypes = require "ps.core.dtype"
 local environment = require "ps.core.environment"
 local option_names = require "ps.core.option_names"
 local writable = require "ps.core.writable"
@@ -78,6 +81,16 @@ function command_line.folder(option)
   end)
 end
 
+--- Makes an option accept only types that a model's weights may have, and "auto".
+---@param option table an option of argparse
+---@return table option
+function command_line.dtype(option)
+  return option:convert(function(name)
+    if name == "auto" or dtypes.of_weights[name] then return name end
+    return nil, ("%s %s: weights are %s, or auto for the type of the files"):format(option._name, name, dtypes.weights)
+  end)
+end
+
 -- Collects the long names of the options that take one value. Includes the options of the parser's commands.
 local function add_names(parser, names)
   for _, option in ipairs(parser._options) do
@@ -87,6 +100,19 @@ local function add_names(parser, names)
   end
   for _, command in ipairs(parser._commands) do add_names(command, names) end
   return names
+end
+
+local flags = {}                   -- option of a Lua function (other_base) -> flag of the program ("--other-base")
+
+-- Stores the flags of a parser and of its commands in `flags`.
+local function add_flags(parser)
+  for _, option in ipairs(parser._options) do
+    for _, alias in ipairs(option._aliases) do
+      local name = option._maxargs == 0 and alias:match "^%-%-(.+)$"
+      if name then flags[(name:gsub("-", "_"))] = alias end
+    end
+  end
+  for _, command in ipairs(parser._commands) do add_flags(command) end
 end
 
 -- Makes the error for an unknown option suggest the option that was probably meant. argparse itself suggests only names
@@ -125,11 +151,14 @@ function command_line.parse(parser, words)
     i = i + (negative and 2 or 1)
   end
   suggest(parser)
+  add_flags(parser)
   return parser:parse(joined)
 end
 
 --- Calls fn(...) and returns its results. An error of fn counts as a mistake of the program's user: the program prints
---- only the message, sends it to the other ranks, and exits with code 1. With PS_TRACEBACK=all, errors are not caught.
+--- only the message, sends it to the other ranks, and exits with code 1. If the message names an option of a Lua
+--- function that is a flag of the program, the flag is printed: `--other-base` instead of `other_base = true`. Ctrl-C
+--- exits with code 130. With PS_TRACEBACK=all, errors are not caught.
 ---@param program string name at the beginning of the printed line, such as "train.lua"
 ---@param fn function
 ---@param ... any arguments of fn
@@ -143,9 +172,12 @@ function command_line.try(program, fn, ...)
     local tail = script and script:match "^%.%.%.(.+)$"    -- Lua shortens long names
     if script and arg and (script == arg[0] or tail and arg[0]:sub(-#tail) == tail) then text = rest end
     if text:sub(1, #program + 2) == program .. ": " then text = text:sub(#program + 3) end
+    text = text:gsub("%f[%w_]([%w_]+) = true%f[^%w_]", flags)
+    local interrupted = caller.is_interrupt(text)
+    if interrupted then text = text:match "interrupted!.*" end   -- without the line at which Ctrl-C came
     io.stderr:write(program, ": ", text, "\n")
     require("ps.core.ffi").C.ps_groups_end(text)
-    os.exit(1, true)
+    os.exit(interrupted and 130 or 1, true)
   end
   return finish(pcall(fn, ...))
 end

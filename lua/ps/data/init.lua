@@ -148,15 +148,19 @@ end
 ---@param text_path string
 ---@param shard_path string
 ---@param tokenizer ps.Tokenizer
-function data.encode_file(text_path, shard_path, tokenizer)
+---@param options? {lossy?: boolean} lossy: malformed UTF-8 becomes U+FFFD (default: it is an error that names the line).
+--- ps.tokenizer.bytes() accepts any bytes.
+function data.encode_file(text_path, shard_path, tokenizer, options)
   caller.typed(text_path, "string", "ps.data.encode_file: the path of the text")
   caller.typed(shard_path, "string", "ps.data.encode_file: the path of the shard")
   caller.typed(tokenizer, "table", "ps.data.encode_file: the tokenizer")
+  options = caller.options(options, "ps.data.encode_file", { lossy = "boolean" })
   check_text(text_path)
   local width = tokenizer.vocab_size > 65536 and 4 or 2
   if tokenizer.encode_file then                            -- the tokenizer decides where the text is split
     write_shard(shard_path, width, function(writer)
-      tokenizer:encode_file(text_path, function(ids, n) check(C.ps_tokw_append(writer, ids, n)) end)
+      tokenizer:encode_file(text_path, function(ids, n) check(C.ps_tokw_append(writer, ids, n)) end,
+        { lossy = options.lossy })
     end)
     return
   end

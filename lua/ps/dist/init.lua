@@ -230,6 +230,18 @@ local function all_here(rendezvous, machines)
   return C.ps_host_is_loopback(host) == 1
 end
 
+-- Prints a note if rank 0's host name does not resolve to an address. The ranks meet nevertheless if the name resolves
+-- later, before the time-out.
+local function tell_unresolved(rendezvous, rank, size, timeout)
+  local host = rank > 0 and rendezvous:match "^tcp://%[?(.-)%]?:%d+$"
+  local name = host and "." .. host:lower():gsub("%.$", "")
+  if not name or name == ".localhost" or name:find "^%..+%.localhost$" then return end     -- as in src/rendezvous/net.c
+  local found, why = require("posix.sys.socket").getaddrinfo(host, "0", {})
+  if found then return end
+  io.stderr:write(("psluajit: rank %d of %d: the name of rank 0's host, %s (MASTER_ADDR), does not resolve to an address "
+    .. "(%s); this rank looks it up again for up to %g s\n"):format(rank, size, host, why, timeout))
+end
+
 --- Returns the group of the ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"). The group uses Gloo.
 --- The ranks prove to each other that they know the secret (ps.dist.secret).
 ---@param rendezvous string
@@ -252,6 +264,7 @@ function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
       .. "place of a rank that has not joined yet; docs/distributed.md says how to prevent that\n"):format(rendezvous))
   end
   run = run or environment.get "PS_RUN_ID"
+  tell_unresolved(rendezvous, rank, size, timeout or DEFAULT_TIMEOUT_S)
   local meeting = ffi.new("ps_meeting", { rendezvous = rendezvous, run = run, secret = known, rank = rank, size = size,
     machines = machines or 0, timeout_s = timeout or DEFAULT_TIMEOUT_S,
     heartbeat_s = heartbeat or DEFAULT_HEARTBEAT_S })

@@ -197,6 +197,7 @@ end
 ---@field prompt integer[] ids of the prompt
 ---@field chosen integer[] ids of the chosen answer, which follow the prompt
 ---@field rejected integer[] ids of the rejected answer, which follow the prompt
+---@field truncated? boolean whether an answer was truncated (preference.encode)
 
 local ENCODE = { seq = "whole", date = "string" }
 
@@ -255,7 +256,8 @@ function preference.encode(tokenizer, row, options)
   while start[n + 1] and start[n + 1] == one[n + 1] and start[n + 1] == other[n + 1] do n = n + 1 end
   local seq = given.seq or math.huge
   if n >= seq then return nil end
-  local pair = { prompt = cut(start, 1, n), chosen = cut(one, n + 1, seq), rejected = cut(other, n + 1, seq) }
+  local pair = { prompt = cut(start, 1, n), chosen = cut(one, n + 1, seq), rejected = cut(other, n + 1, seq),
+    truncated = (#one > seq or #other > seq) or nil }
   if #pair.chosen == 0 or #pair.rejected == 0 then error "preference.encode: an answer of the row has no ids" end
   return pair
 end

@@ -5,6 +5,7 @@
 local bitsandbytes = require "ps.pretrained.bitsandbytes"
 local create = require "ps.tensor.create"
 local dist = require "ps.dist"
+local dtypes = require "ps.core.dtype"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local folder = require "ps.pretrained.folder"
@@ -37,6 +38,12 @@ local families = {}                                        -- by model_type
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 local LOADING = { task = "string", revision = "string", quiet = "boolean", ignore_mismatched_sizes = "boolean",
   mmap = "boolean|string", keep_quantized = "boolean", int8_activations = "boolean" }
+
+-- Raises an error if a model's weights cannot have a dtype. auto: text about the value "auto", if it is accepted.
+local function check_dtype(dtype, call, auto)
+  if dtype == nil or auto and dtype == "auto" or dtypes.of_weights[dtype] then return end
+  error(("%s: dtype is '%s', but weights are %s%s"):format(call, dtype, dtypes.weights, auto or ""))
+end
 
 -- -- families -------------------------------------------------------------------------------------------------------
 -- Splits a script's options into settings and other options. An alias is replaced with the setting's name. A shorthand
@@ -93,6 +100,7 @@ function pretrained.family(family)
     for key, value in pairs(caller.options(base, who .. ".new", family.kinds)) do config[key] = value end
     local changes, rest = spread(family, caller.options(options, who .. ".new", options_of))
     family.settings:change(config, changes)
+    check_dtype(rest.dtype, who .. ".new")
     local class = pretrained.class_of(family, rest.task, nil, who .. ".new")
     return class(config, { dtype = rest.dtype, device = rest.device, recompute = rest.recompute, unpad = rest.unpad })
   end
@@ -296,6 +304,7 @@ for key, kind in pairs(WHERE) do FROM_CONFIG[key] = kind end
 ---@return ps.pretrained.Model
 function pretrained.from_config(source, options)
   local given = caller.options(options, "from_config", FROM_CONFIG)
+  check_dtype(given.dtype, "from_config", ", or \"auto\" for the dtype in config.json")
   local path, where, fields = nil, "the fields", source
   if type(source) ~= "table" then
     path = folder.find(source, given.revision)
@@ -323,6 +332,7 @@ function pretrained.load(name, options, family)
   local fields, quantization = bitsandbytes.split(folder.config(path), where)
   if not family then family = pretrained.find(fields.model_type, where) end
   local changes, rest = spread(family, caller.options(options, "from_pretrained", family.options_of_loading))
+  check_dtype(rest.dtype, "from_pretrained", ", or \"auto\" for the dtype of the files")
   local config = family.settings:from_file(fields, changes)
   config = family.settings:complete(config)
   local class = pretrained.class_of(family, rest.task, config.architectures, where)

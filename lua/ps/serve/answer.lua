@@ -192,7 +192,8 @@ end
 
 -- Generates all choices of a request. Calls these functions:
 --   emit(index, text)                with a piece of the text of a choice; returns false if the client has disconnected
---   alive()                          after each token; returns false if the client has disconnected
+--   alive()                          after each token, and between two choices; returns false if the client has
+--                                    disconnected
 --   done(index, finish, ids, first)  when a choice is complete
 local function run(model, tok, prompts, n, fields, default, emit, alive, done)
   local used, gone = { 0, 0 }, false
@@ -202,6 +203,7 @@ local function run(model, tok, prompts, n, fields, default, emit, alive, done)
     used[1] = used[1] + #prompt
     for k = 1, fields.n or 1 do
       local index = (i - 1) * (fields.n or 1) + k - 1
+      if index > 0 and alive and not alive() then return nil end
       local seed = fields.seed and (fields.seed + k - 1) % 2 ^ 53
       local new, finish = continue(model, tok, prompt, lengths[i], fields, seed, function(text)
         if emit(index, text) == false then gone = true end
@@ -237,10 +239,11 @@ end
 ---@param name string name of the model
 ---@param fields table
 ---@param send? fun(event: table): boolean? sends an event of a stream; returns false if the client has disconnected
----@param alive? fun(): boolean called after each token; returns false if the client has disconnected
+---@param alive? fun(): boolean called after each token and between two choices; returns false if the client has
+--- disconnected
 ---@return table? reply nil if the reply was streamed
 function answer.completion(model, tok, name, fields, send, alive)
-  local prompts = request.prompts(fields.prompt, tok, model.config.vocab_size)
+  local prompts = request.prompts(fields.prompt, tok, model.config.vocab_size, fields.n or 1)
   local reply, choices, texts = base("cmpl", "text_completion", name), {}, {}
   if send and (fields.echo or fields.logprobs) then
     refuse("400", "echo and logprobs are not supported with stream", "stream")
@@ -277,7 +280,8 @@ end
 ---@param name string name of the model
 ---@param fields table
 ---@param send? fun(event: table): boolean? sends an event of a stream; returns false if the client has disconnected
----@param alive? fun(): boolean called after each token; returns false if the client has disconnected
+---@param alive? fun(): boolean called after each token and between two choices; returns false if the client has
+--- disconnected
 ---@return table? reply nil if the reply was streamed
 function answer.chat(model, tok, name, fields, send, alive)
   local prompts = { request.conversation(fields.messages, tok) }

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- An HTTP server that provides OpenAI's API for a model (tools/serve.lua). Each connection is a coroutine of cqueues,
 -- which lua-http runs. Requests that need the model are computed one after the other, in the order in which they
--- arrive. After each token, the coroutines of other connections run: they read requests and write replies, but do not
--- use the model.
+-- arrive. After each token and each choice, the coroutines of other connections run: they read requests and write
+-- replies, but do not use the model.
 local json = require("cjson").new()
 local answer = require "ps.serve.answer"
 local caller = require "ps.core.caller"
@@ -43,20 +43,25 @@ local OPTIONS = { name = "string", host = "string", port = "whole", token = "str
 ---@param options {name: string, host?: string, port?: integer, token?: string, no_token?: boolean, kv_cache?:
 --- "bf16"|"q8_0", told: fun(address: string, token: string?), patience?: number} name: name of the model in the API.
 --- host: the address to listen on (default 127.0.0.1). port: default: a free port. token: default: a random token.
---- no_token = true: requests need no token. kv_cache: as in generate. told: called with the address and the token when
---- the server is ready. patience: a time limit in seconds (default 30). It applies separately to reading the body of a
---- request, to writing one event of a stream, and to writing 64 KiB of a reply that is not a stream.
+--- no_token = true: requests need no token; excludes token. kv_cache: as in generate. told: called with the
+--- address and the token when the server is ready. patience: a time limit in seconds (default 30). It applies
+--- separately to reading the body of a request, to writing one event of a stream, and to writing 64 KiB of a reply
+--- that is not a stream.
 function serve.run(model, tok, options)
   options = caller.options(options, "serve.run", OPTIONS)
   local ok, server = pcall(require, "http.server")
   if not ok then error("the server needs Debian's lua-http", 0) end
   local headers, condition, client = require "http.headers", require "cqueues.condition", require "ps.serve.client"
   local host = options.host or "127.0.0.1"
+  if options.no_token and options.token then
+    error("serve: token and no_token = true exclude each other; pass only one of them", 0)
+  end
   local token = not options.no_token and (options.token or entropy.hex(16)) or nil
   if not token and not local_address(host) then
-    error(("serve: without a token the server listens only on this machine, not on %s; pass a token"):format(host), 0)
+    error(("serve: without a token the server listens only on this machine, not on %s; pass a token, or listen on "
+      .. "127.0.0.1"):format(host), 0)
   end
-  if token == "" then error("serve: the token is empty; pass no_token for none", 0) end
+  if token == "" then error("serve: the token is empty; pass no_token = true for none", 0) end
   if options.kv_cache then                                 -- raises an error if the model does not support such caches
     model:generate({ { 0 } }, 1, { temperature = 0, kv_cache = options.kv_cache })
   end

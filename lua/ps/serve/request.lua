@@ -32,6 +32,7 @@ function request.reason(problem)
   return reason:sub(1, #position) == position and reason:sub(#position + 1) or reason
 end
 
+-- MOST_CHOICES is OpenAI's limit of n. Here it limits the choices of all prompts together.
 local MOST_STOPS, MOST_CHOICES, MOST_LOGPROBS = 16, 128, 20
 
 local function bad(key, text) refuse("400", ("%s %s"):format(key, text), key) end
@@ -82,6 +83,9 @@ end
 local function format(value, key)
   if type(value) ~= "table" or value.type ~= "text" then bad(key, "is not supported (only {\"type\": \"text\"})") end
 end
+local function modalities(value, key)
+  if type(value) ~= "table" or #value ~= 1 or value[1] ~= "text" then bad(key, "is not supported (only [\"text\"])") end
+end
 local function stream_options(value, key)
   if type(value) ~= "table" then bad(key, "must be an object") end
   for name, one in pairs(value) do
@@ -100,8 +104,9 @@ local COMPLETION = { prompt = anything, echo = boolean, logprobs = whole(0, MOST
   suffix = only("") }
 local CHAT = { messages = anything, logprobs = boolean, top_logprobs = whole(0, MOST_LOGPROBS),
   max_completion_tokens = whole(0, 2 ^ 31), response_format = format, tools = only(json.null),
-  tool_choice = only("none"), functions = only(json.null), reasoning_effort = only("none"), modalities = anything,
-  parallel_tool_calls = anything }
+  tool_choice = only("none"), functions = only(json.null), function_call = only("none"),
+  reasoning_effort = only("none"), verbosity = only("medium"), modalities = modalities, audio = only(json.null),
+  web_search_options = only(json.null), prediction = anything, parallel_tool_calls = anything }
 
 --- Decodes the body of a request, checks its fields, and returns them.
 ---@param body string
@@ -127,15 +132,21 @@ local function is_ids(value)
   return true
 end
 
---- Returns the prompts of a completion. Each prompt is a list of ids.
+--- Returns the prompts of a completion. Each prompt is a list of ids. A request with too many choices is rejected
+--- before any prompt is tokenized.
 ---@param prompt any a string, a list of ids, or a list of strings and lists of ids
 ---@param tok ps.Tokenizer
 ---@param words integer size of the vocabulary
+---@param n integer number of choices per prompt
 ---@return integer[][]
-function request.prompts(prompt, tok, words)
+function request.prompts(prompt, tok, words, n)
   if prompt == nil then bad("prompt", "is missing") end
   local list = (type(prompt) == "string" or is_ids(prompt)) and { prompt } or prompt
   if type(list) ~= "table" or #list == 0 then bad("prompt", "must be a string, a list of ids, or a list of these") end
+  if #list * n > MOST_CHOICES then
+    bad("prompt", ("has %d prompts, which with n = %d asks for %d choices; the limit is %d choices per request")
+      :format(#list, n, #list * n, MOST_CHOICES))
+  end
   local prompts = {}
   for i, one in ipairs(list) do
     if type(one) == "string" then one = tok:encode(one)
@@ -182,6 +193,9 @@ function request.conversation(messages, tok)
     end
     list[i] = { role = text(one.role, ("messages[%d].role"):format(i - 1)),
       content = content_of(one.content, ("messages[%d].content"):format(i - 1)) }
+    if one.name ~= nil and one.name ~= json.null then
+      list[i].name = text(one.name, ("messages[%d].name"):format(i - 1))
+    end
   end
   local ok, ids = pcall(tok.apply_chat_template, tok, list, { add_generation_prompt = true })
   if not ok and caller.is_interrupt(ids) then error(ids, 0) end

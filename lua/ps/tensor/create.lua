@@ -84,16 +84,19 @@ local function new_tensor(ndim, dtype, device)
   return t
 end
 
+-- Returns the text of a value for an error. A string is in quotation marks.
+local function quoted(value) return type(value) == "string" and ("'%s'"):format(value) or tostring(value) end
+
 -- Creates a tensor like M.empty. Does not check the options. `call` is the function's name in errors.
 local function empty(call, shape, options)
   if type(shape) == "number" then shape = { shape } end
-  if type(shape) ~= "table" then error(("a shape must be a list of sizes, not %s"):format(tostring(shape))) end
+  if type(shape) ~= "table" then error(("a shape must be a list of sizes, not %s"):format(quoted(shape))) end
   caller.list(shape, call .. ": the shape")
   if #shape > 8 then error(("a shape with %d dimensions; the limit is 8"):format(#shape)) end
   for i = 1, #shape do
     local n = tonumber(shape[i])
     if not n or n % 1 ~= 0 then
-      error(("a size in a shape must be a whole number, not %s"):format(tostring(shape[i])))
+      error(("a size in a shape must be a whole number, not %s"):format(quoted(shape[i])))
     end
     shape8[i - 1] = n
   end

@@ -14,6 +14,7 @@ local lost = require "ps.core.lost"
 local nearest = require "ps.core.nearest"
 local json = require "cjson"
 local read = require "ps.tokenizer.read"
+local utf8 = require "ps.core.utf8"
 local save = require "ps.tokenizer.save"
 local conversations = require "ps.tokenizer.conversations"
 local error = caller.error
@@ -217,17 +218,32 @@ local function add_lost(all, found, whole, from)
   all.places = (all.places or 0) + tonumber(found.places)
 end
 
-local FILE = { field = "string", mark = "whole|boolean", threads = "whole", block = "whole" }
+local FILE = { field = "string", mark = "whole|boolean", threads = "whole", block = "whole", lossy = "boolean" }
 local BLOCK = 2 ^ 24               -- number of bytes per read
+
+-- Raises the error for a file whose byte at offset `at` begins a malformed character. The error names the line, unless
+-- the file is a pipe, which cannot be read again.
+local function refuse_malformed(file, path, at)
+  local line, rest = 1, at
+  local can_seek = file:seek "set"
+  while can_seek and rest > 0 do                           -- the file may be larger than memory
+    local piece = file:read(math.min(rest, BLOCK)) or error(path .. " was truncated while it was read")
+    line, rest = line + select(2, piece:gsub("\n", "")), rest - #piece
+  end
+  error(("%s: not valid UTF-8 at byte %d of the file; convert the file, for example by iconv -f LATIN1 -t UTF-8 %s "
+    .. "> NEW, or pass lossy = true to replace such bytes by U+FFFD"):format(
+    can_seek and ("%s:%d"):format(path, line) or path, at, path), 0)
+end
 
 --- Encodes a file of any size. Calls `give` with the token ids, one piece after the other. The ids are the same as if
 --- the file were encoded at once: they do not depend on the sizes of the pieces or on the number of threads. No special
 --- tokens are added, and special tokens in the file are encoded as ordinary text.
 ---@param path string
 ---@param give fun(ids: ffi.cdata*, n: integer) gets n ids in an int32 buffer, which is valid only during the call
----@param options? {field?: string, mark?: integer|false, threads?: integer, block?: integer} field: the file contains
---- JSON lines, and this field of each line is a document. mark: an id that precedes the ids of each document. threads:
---- number of threads (default 1). block: number of bytes per read.
+---@param options? {field?: string, mark?: integer|false, threads?: integer, block?: integer, lossy?: boolean} field:
+--- the file contains JSON lines, and this field of each line is a document. mark: an id that precedes the ids of each
+--- document. threads: number of threads (default 1). block: number of bytes per read. lossy: malformed UTF-8 becomes
+--- U+FFFD (default: it is an error that names the line).
 ---@return integer bytes size of the file in bytes
 function Tokenizer:encode_file(path, give, options)
   caller.typed(path, "string", "tokenizer:encode_file: the path")
@@ -240,12 +256,15 @@ function Tokenizer:encode_file(path, give, options)
   local block = ffi.new("ps_tok_block", { path = path, field = field, mark = options.mark or -1,
     threads = options.threads or 1, flags = C.PS_TOK_PLAIN })
   local total, rest, want = 0, "", size
+  local malformed = not options.lossy and utf8.checker()
   local found, all = ffi.new "ps_tok_lost", {}
   check(C.ps_tok_take_lost(self.handle, found))            -- discards the counts of earlier texts
   local ok, problem = pcall(function()
     repeat
       local piece, unread = file:read(want)
       if unread then error(("%s: %s"):format(path, unread)) end
+      local bad = malformed and malformed(piece)
+      if bad then refuse_malformed(file, path, bad) end
       total = total + #(piece or "")
       local whole = rest .. (piece or "")
       block.last = piece and 0 or 1

@@ -53,6 +53,12 @@ local function model_lines(engine)
       desc and (", cut along dimension %d in %d blocks"):format(desc.dim, desc.blocks)
       or shard.is_partial(row.param) and ", with different rows on each rank" or "")
   end
+  -- The printed form has the options of modules that have no parameters of their own, such as the rate of a dropout.
+  local number = 0
+  for line in tostring(engine.module):gmatch "[^\n]+" do
+    number = number + 1
+    lines[#lines + 1] = ("line %d of the printed model\t%s"):format(number, (line:gsub("^%s+", "")))
+  end
   return lines
 end
 
