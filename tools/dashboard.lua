@@ -104,4 +104,4 @@ local function main()
   serve(log, page)
 end
 
-command_line.try("dashboard", main)
+command_line.try("dashboard.lua", main)

@@ -40,7 +40,7 @@ parser:option("--kv-cache", "type of the cached keys and values: bf16 or q8_0 (d
   :choices { "bf16", "q8_0" }
 parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 whole(parser:option("--pipeline", "number of stages into which the model is cut, each on a process of its own, which "
-  .. "the launcher starts: psluajit launch --nproc-per-node N generate MODEL --pipeline N"), 2)
+  .. "the launcher starts: psluajit launch --nproc-per-node=N generate MODEL --pipeline N"), 2)
 local args = command_line.parse(parser)
 
 local function start()

@@ -342,8 +342,8 @@ describe("a group of processes", function()
     local text, ok, problem = check.told(ps.dist.gloo, "tcp://no..host:99", 1, 2, 0.3)
     assert.is_false(ok)
     assert.matches("rank 1 of 2: the host no..host could not be found", problem, 1, true)
-    assert.matches("^psluajit: rank 1 of 2: the name of rank 0's host, no%.%.host %(MASTER_ADDR%), does not resolve to an "
-      .. "address %(.+%); this rank looks it up again for up to 0%.3 s\n", text)
+    assert.matches("^psluajit: rank 1 of 2: the name of rank 0's host, no%.%.host %(MASTER_ADDR%), does not resolve to "
+      .. "an address %(.+%); this rank looks it up again for up to 0%.3 s\n", text)
     text = check.told(ps.dist.gloo, "tcp://127.0.0.1:1", 1, 2, 0.3)
     assert.is_nil(text:find("does not resolve", 1, true), text)
   end)

@@ -109,7 +109,7 @@ describe("generate in a pipeline", function()
     end
     local text, code = program(paths.root .. "/" .. line:format(vocab, 1) .. " --pipeline 2")
     assert.not_equal(0, code)
-    assert.truthy(text:find("launch.lua --nproc-per-node 2", 1, true), text)
+    assert.truthy(text:find("psluajit launch --nproc-per-node 2 generate", 1, true), text)
     tokens.remove(vocab)
   end)
 

@@ -481,9 +481,9 @@ describe("GPT-2's files", function()
     write_folder("typed", model_of(), {})
     for _, dtype in ipairs { "int32", "uint8", "bool", "bf17" } do
       local why = ("dtype is '%s', but weights are fp32, bf16, fp16 or fp64"):format(dtype)
-      fails(function() ps.from_pretrained(path "typed", { dtype = dtype }) end, "from_pretrained: " .. why)
-      fails(function() ps.from_config(path "typed", { dtype = dtype }) end, "from_config: " .. why)
-      fails(function() gpt2.new("tiny", { dtype = dtype }) end, "gpt2.new: " .. why)
+      check.fails(function() ps.from_pretrained(path "typed", { dtype = dtype }) end, "from_pretrained: " .. why)
+      check.fails(function() ps.from_config(path "typed", { dtype = dtype }) end, "from_config: " .. why)
+      check.fails(function() gpt2.new("tiny", { dtype = dtype }) end, "gpt2.new: " .. why)
     end
   end)
 

@@ -148,8 +148,8 @@ end
 ---@param text_path string
 ---@param shard_path string
 ---@param tokenizer ps.Tokenizer
----@param options? {lossy?: boolean} lossy: malformed UTF-8 becomes U+FFFD (default: it is an error that names the line).
---- ps.tokenizer.bytes() accepts any bytes.
+---@param options? {lossy?: boolean} lossy: malformed UTF-8 becomes U+FFFD (default: it is an error that names the
+--- line). ps.tokenizer.bytes() accepts any bytes.
 function data.encode_file(text_path, shard_path, tokenizer, options)
   caller.typed(text_path, "string", "ps.data.encode_file: the path of the text")
   caller.typed(shard_path, "string", "ps.data.encode_file: the path of the shard")

@@ -238,8 +238,8 @@ local function tell_unresolved(rendezvous, rank, size, timeout)
   if not name or name == ".localhost" or name:find "^%..+%.localhost$" then return end     -- as in src/rendezvous/net.c
   local found, why = require("posix.sys.socket").getaddrinfo(host, "0", {})
   if found then return end
-  io.stderr:write(("psluajit: rank %d of %d: the name of rank 0's host, %s (MASTER_ADDR), does not resolve to an address "
-    .. "(%s); this rank looks it up again for up to %g s\n"):format(rank, size, host, why, timeout))
+  io.stderr:write(("psluajit: rank %d of %d: the name of rank 0's host, %s (MASTER_ADDR), does not resolve to an "
+    .. "address (%s); this rank looks it up again for up to %g s\n"):format(rank, size, host, why, timeout))
 end
 
 --- Returns the group of the ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"). The group uses Gloo.
