@@ -33,8 +33,8 @@ describe("idioms of training loops", function()
   for _, layout in ipairs { "zero3", "pipeline", "tensor" } do
     it("on two ranks: " .. layout, function()
       if lib.no_gloo() then return pending(lib.no_gloo()) end
-      local out = lib.run(folder, 2, lib.begin(folder) .. ("jit.off() require('spec.idioms_lib').run('%s', folder)"):format(
-        layout))
+      local out = lib.run(folder, 2, lib.begin(folder)
+        .. ("jit.off() require('spec.idioms_lib').run('%s', folder)"):format(layout))
       check(layout, out[0].text)
       assert(out[1].code == 0 and not out[1].text:find " | ", out[1].text)
     end)
