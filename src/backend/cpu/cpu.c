@@ -46,7 +46,7 @@ typedef struct isa {
 
 /* The instruction sets, from lowest to highest. "sse2" runs on every machine. */
 ISA(sse2)
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PS_ONLY_SSE2)
 ISA(avx2)
 ISA(avx512)
 static const isa sets[] = {
