@@ -676,7 +676,7 @@ do
     local two = #x == 4
     local y = { x[1], w[1], two and size[1] or size[2], two and size[2] or nil }
     local grads, large = i <= 4, i > 8
-    for _, b in ipairs { true, false } do
+    for _, b in ipairs(large and { true } or { true, false }) do
       conv[#conv + 1] = { F(x), F(w), b and F { w[1] } or NONE, attrs = args(stride, dilation, padding, groups),
                           grads = grads, large = large }
       transpose[#transpose + 1] = { F(y), F(w), b and F { x[2] } or NONE, grads = grads, large = large,

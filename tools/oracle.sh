@@ -157,21 +157,6 @@ make_llama() {
 # seed.
 SEED=12893112
 
-# Runs one part. Its lines are printed together. The last line is "oracle: PART ended well" or "oracle: PART failed".
-run_part() {
-  local build=$1 seed=$2 part=$3 said status=0
-  said=$(mktemp) || exit 1
-  timeout "${ORACLE_LIMIT_S:-1800}" "$PS_TORCH_PYTHON" "$root/spec/oracle/${part}_oracle.py" \
-    --psluajit "$build/psluajit" --seed "$seed" ${ORACLE_CASES:+--cases "$ORACLE_CASES"} >"$said" 2>&1 || status=1
-  if ! grep -qE "^oracle $part: [0-9]+ cases, [0-9]+ off" "$said"; then
-    echo "oracle $part did not run to its end" >>"$said"
-    status=1
-  fi
-  if [ $status = 0 ]; then echo "oracle: $part ended well"; else echo "oracle: $part failed"; fi >>"$said"
-  flock "$root/tools/oracle.sh" cat "$said"
-  rm "$said"
-}
-
 # Runs two parts at a time, since each is limited by one thread of Python most of the time.
 run_parts() {
   local build=${1:-build} python seed parts cases passed failed
@@ -189,7 +174,9 @@ run_parts() {
     echo "oracle: the part llama is left out: PS_LLAMA is not set (tools/oracle.sh llama builds llama.cpp)"
   fi
   echo "oracle: seed $seed"
-  printf '%s\n' $parts | xargs -P "${ORACLE_JOBS:-2}" -n 1 "$root/tools/oracle.sh" part "$build" "$seed" | tee "$log"
+  "$PS_TORCH_PYTHON" "$root/spec/oracle/each.py" --psluajit "$build/psluajit" --seed "$seed" \
+    ${ORACLE_CASES:+--cases "$ORACLE_CASES"} --jobs "${ORACLE_JOBS:-2}" --limit "${ORACLE_LIMIT_S:-1800}" $parts |
+    tee "$log"
   cases=$(awk '/^oracle [a-z0-9_]+: [0-9]+ cases, [0-9]+ off/ { n += $3 } END { print n + 0 }' "$log")
   passed=$(grep -cE '^oracle: [a-z0-9_]+ ended well$' "$log")
   failed=$(($(printf '%s\n' $parts | wc -l) - passed))
@@ -202,7 +189,6 @@ case ${1:-} in
   python) find_python ;;
   llama) find_llama ;;
   run) shift; run_parts "$@" ;;
-  part) shift; run_part "$@" ;;               # of run_parts
   clean)
     kept=$(find_python) || exit $?
     for home in "$cache"/oracle-*; do
