@@ -85,13 +85,19 @@ local function run()
   local mark, bytes = mark_of(tok), 0
   local shards = writer(tok.vocab_size > 65536 and 4 or 2)
   local one = ffi.new("int32_t[1]", mark)
-  for _, path in ipairs(args.files) do
-    local lines = path:match("%.jsonl$") or path:match("%.ndjson$") or path:match("%.json$")
-    if not lines and mark >= 0 then shards.append(one, 1) end
-    bytes = bytes + tok:encode_file(path, shards.append, { field = lines and args.field or nil, mark = lines and mark,
-      threads = args.threads or ps.threads(), lossy = args.lossy })
+  local ok, problem = pcall(function()
+    for _, path in ipairs(args.files) do
+      local lines = path:match("%.jsonl$") or path:match("%.ndjson$") or path:match("%.json$")
+      if not lines and mark >= 0 then shards.append(one, 1) end
+      bytes = bytes + tok:encode_file(path, shards.append, { field = lines and args.field or nil, mark = lines and mark,
+        threads = args.threads or ps.threads(), lossy = args.lossy })
+    end
+    shards.close()
+  end)
+  if not ok then
+    tell_older(shards.handle and shards.shards - 1 or shards.shards)    -- the last shard is not complete
+    error(problem, 0)
   end
-  shards.close()
   local seconds = ps.now() - began
   if args.json then
     print(require("cjson").encode { tokens = shards.tokens, shards = shards.shards, bytes = bytes, seconds = seconds })

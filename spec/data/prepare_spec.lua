@@ -248,6 +248,14 @@ describe("tools/prepare.lua", function()
     assert.truthy(out:find(("%s/o_000001.bin to %s/o_%06d.bin are of an older run"):format(folder, folder, n - 1), 1,
       true), out)
     assert.truthy(out:find("in 1 shard,", 1, true) and out:find("MB/s): " .. folder .. "/o_000000.bin\n", 1, true), out)
+    -- The same after a run that ended in the middle. It has written all of its complete shards.
+    local code
+    out, code = prepare(("--shard-tokens 300 --out %s/o %s /nowhere.txt"):format(folder, a))
+    local whole = 0
+    while #shard(("o_%06d.bin"):format(whole)) == 300 do whole = whole + 1 end
+    assert.truthy(code == 1 and whole >= 1 and whole < n - 1, out)
+    assert.truthy(out:find(("%s/o_%06d.bin to %s/o_%06d.bin are of an older run"):format(folder, whole, folder, n - 1),
+      1, true), out)
     assert.matches("in 0 shards, [%d.]+ s %([%d.]+ MB/s%)\n$", prepare("--mark none --out " .. folder .. "/none "
       .. write("empty.txt", "")))
   end)
