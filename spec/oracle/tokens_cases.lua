@@ -2,7 +2,8 @@
 -- Runs the cases of tokens_oracle.py: tokens_cases.lua TOKENIZER IN OUT. IN contains texts. A line with the length in
 -- bytes precedes each text. For each text, OUT gets a line of ids, a line of offsets, and the text of the ids, preceded
 -- by its length. If a text fails, OUT gets the text of the error. With the last argument "decode", IN is JSON, a list
--- of lists of ids. OUT gets, as JSON, two texts for each list: with and without special tokens.
+-- of lists of ids. OUT is then JSON, too. It has two texts for each list: one with special tokens, and one without
+-- them.
 local ps = require "ps"
 local json = require "cjson"
 

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Llama, Mistral, Qwen2 and Qwen3: frequencies of rotary embedding (transformers' numbers), masks of 4 and
--- of 2 dimensions, windows, cached keys, parts, chunks, refusals. oracle/models_oracle.py compares logits, losses,
--- gradients and training with transformers'.
+-- Tests Llama, Mistral, Qwen2 and Qwen3: frequencies of rotary embedding (transformers' numbers), masks of 2 and 4
+-- dimensions, windows, cached keys, parts, chunks, and errors. oracle/models_oracle.py compares the logits, losses and
+-- gradients of these models, and their training, with those of transformers.
 local ps = require "ps"
 local address = require("ps.nn.module").address
 local parts = require "ps.nn.parts"

@@ -472,7 +472,8 @@ local NEW_RUN = { force = "boolean", resume = "boolean" }
 --- can be written into it. Also raises an error if the folder has a checkpoint or a saved model (config.json,
 --- adapter_config.json). This error names the script's options for this case. Writes nothing.
 ---@param path string
----@param options? {force?: boolean, resume?: boolean} force: raise no error about an earlier run. resume: the script
+---@param options? {force?: boolean, resume?: boolean} force: raise no error about an earlier run. The next model that
+---  is written to the folder then also replaces the tokenizer and settings of a saved model. resume: the script
 ---  has an option --resume
 ---@return string? earlier path of the earlier run's checkpoint or model, which the new run will replace
 function checkpoint.new_run(path, options)

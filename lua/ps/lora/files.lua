@@ -6,6 +6,7 @@ local native = require "ps.core.ffi"
 local agree = require "ps.dist.agree"
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
+local file_id = require "ps.core.file_id"
 local handle = require "ps.nn.handle"
 local hooks = require "ps.core.hooks"
 local rectangles = require "ps.core.rectangles"
@@ -357,6 +358,13 @@ local function is_base(own)
   return not (own:find "%.lora_[%w_]+%." or own:find "%.original_module%." or own:find "%.modules_to_save%.")
 end
 
+-- Returns a set of the names of weights that the files of a model lack.
+local function lacking(model)
+  local names = {}
+  for _, name in ipairs((model.loaded or {}).missing or {}) do names[name] = true end
+  return names
+end
+
 -- Returns a text that says why the weights of a model with adapters are not those of the files from which it was
 -- loaded. Returns nil if they are, except for trained weights.
 local function difference(model)
@@ -364,8 +372,7 @@ local function difference(model)
   local before = adapters and adapters.merged and adapters.unmerged or {}     -- unchanged until the adapter was merged
   local file = origin.changed_file(model)
   if file then return file .. " has changed since the model was loaded from it" end
-  local lacks = {}
-  for _, name in ipairs((model.loaded or {}).missing or {}) do lacks[name] = true end
+  local lacks = lacking(model)
   local name = origin.changed(model, function(own, p)
     return is_base(own) and not p:needs_grad() and not lacks[own] and not before[own]
   end)
@@ -432,11 +439,6 @@ local function with_adapter(model, name, call, fn)
   if not ok then error(problem, 0) end
 end
 
-local function is_same_folder(a, b)
-  local at, there = lfs.attributes(a), lfs.attributes(b)
-  return at ~= nil and there ~= nil and at.dev == there.dev and at.ino == there.ino
-end
-
 --- Writes an adapter as a folder that PEFT and ps.lora.load can read. With an engine, all ranks call this function, and
 --- the files contain the fp32 values (masters).
 ---@param model ps.nn.Module|ps.Engine
@@ -445,7 +447,7 @@ end
 function files.save(model, path, name)
   caller.typed(path, "string", "save_pretrained: the folder")
   local source = rawget(handle.module(model), "source")
-  if source and is_same_folder(path, source) then
+  if source and file_id(path) and file_id(path) == file_id(source) then
     error(("save_pretrained: %s is the folder of the base model; an adapter needs its own folder, as a folder with "
       .. "adapter_config.json is read as an adapter"):format(path))
   end
@@ -552,8 +554,7 @@ function adapters_of.Adapters:frozen_base()
   if self.merged or not path or difference(self.model) then return nil end
   local fingerprint = files.weights_fingerprint(path)
   if not fingerprint then return nil end
-  local lacks, names = {}, {}
-  for _, name in ipairs((self.model.loaded or {}).missing or {}) do lacks[name] = true end
+  local lacks, names = lacking(self.model), {}
   for name, p in self.model:named_parameters() do
     if is_base(name) and not p:needs_grad() and not lacks[name] then names[name] = true end
   end

@@ -4,6 +4,7 @@
 -- adapted tensor, and for some buffers.
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
+local file_id = require "ps.core.file_id"
 local rectangles = require "ps.core.rectangles"
 local resolved = require "ps.core.resolved"
 local registry = require "ps.nn.registry"
@@ -177,24 +178,19 @@ local function stream(base, adapter, options, fn)
   if not ok then error(problem, 0) end
 end
 
-local function id_of(path)
-  local at = lfs.attributes(path)
-  return at and ("%d:%d"):format(at.dev, at.ino)
-end
-
 -- Returns a link in the folder `out` that leads to a file of an input. Writing the output would replace this file.
 local function link_to(out, inputs)
   local owner = {}
   for _, from in ipairs(inputs) do
     if lfs.attributes(from, "mode") == "directory" then
-      for name in lfs.dir(from) do owner[id_of(from .. "/" .. name) or ""] = from .. "/" .. name end
-    else owner[id_of(from) or ""] = from end
+      for name in lfs.dir(from) do owner[file_id(from .. "/" .. name) or ""] = from .. "/" .. name end
+    else owner[file_id(from) or ""] = from end
   end
   if lfs.attributes(out, "mode") ~= "directory" then return nil end
   for name in lfs.dir(out) do
     local path = out .. "/" .. name
     local is_link = name ~= "." and name ~= ".." and lfs.symlinkattributes(path, "mode") == "link"
-    local id = is_link and id_of(path)
+    local id = is_link and file_id(path)
     if id and owner[id] then return path, owner[id] end
   end
 end

@@ -3,6 +3,7 @@
 -- Also copies companion files when a model is saved.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
+local file_id = require "ps.core.file_id"
 local json = require "cjson"
 local without_bom = require "ps.core.bom"
 local lfs = require "lfs"
@@ -283,11 +284,6 @@ function folder.is_companion(name)
   return false
 end
 
-local function id_of(path)
-  local at = lfs.attributes(path)
-  return at and ("%d:%d"):format(at.dev, at.ino)
-end
-
 --- Removes a model's companion files (tokenizer, generation settings) from a folder.
 ---@param path string
 function folder.remove_companions(path)
@@ -306,7 +302,7 @@ end
 ---@return string[] kept companion files that `to` had before and that are not equal to those of `from`
 function folder.copy_companions(from, to)
   local kept = {}
-  if id_of(from) == id_of(to) then return kept end
+  if file_id(from) == file_id(to) then return kept end
   local gguf = gguf_of(from)
   if gguf then
     gguf.write_companions(from, to)
