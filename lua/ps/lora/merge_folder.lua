@@ -204,7 +204,7 @@ local function check_apart(call, out, inputs)
       :format(call, link, file))
   end
   for _, from in ipairs(inputs) do
-    local same = lfs.symlinkattributes(out, "ino") and lfs.attributes(out, "ino") == lfs.attributes(from, "ino")
+    local same = file_id(out) and file_id(out) == file_id(from)
     if same or resolved(out) == resolved(from) then
       error(("%s: %s would be replaced while it is read; choose another folder or name to write"):format(call, from))
     end
